@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Control runtimes, peers and directories in real processes that talk over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from control_harness import (
+    FINGERPRINT,
+    NAMESPACE,
+    PATIENT,
+    QUICK,
+    Cluster,
+    Replica,
+    cluster,
+    eventually,
+    key,
+    keys,
+)
+
+from xinference_xavier.control.mirror import Mirror
+from xinference_xavier.control.runtime import (
+    ControlRuntime,
+    Reservation,
+    ReservationState,
+    directory_members,
+    peer_call,
+)
+from xinference_xavier.store.index import SnapshotIndex
+
+GRANTED, FAILED = ReservationState.GRANTED, ReservationState.FAILED
+
+
+@pytest.fixture
+def group() -> Iterator[Cluster]:
+    with cluster() as started:
+        yield started
+
+
+def settled(reservation: Reservation) -> Reservation:
+    eventually(lambda: reservation.state is not ReservationState.PENDING)
+    return reservation
+
+
+def counter(replica: Replica, name: str) -> int:
+    count: int = replica.runtime.status()["counters"].get(name, 0)
+    return count
+
+
+def call(address: str, method: str, *args: Any) -> dict[str, Any]:
+    return asyncio.run(peer_call(address, method, *args))
+
+
+# -- leases ----------------------------------------------------------------------------------------
+
+
+def test_a_source_whose_engine_never_steps_grants_and_gets_its_blocks_back(group: Cluster) -> None:
+    directory = group.directory()
+    source = group.remote("a", directory.address, PATIENT)
+    reader = group.local("b", directory.address, PATIENT)
+    source.call("fill", 0, 20)
+    number = eventually(lambda: reader.sees(0, 20))
+
+    reservation = settled(reader.runtime.reserve(number, keys(0, 30), "request"))
+    assert reservation.state is GRANTED
+    assert [row[1] for row in reservation.rows] == list(range(20))
+    assert source.call("leases") == 1
+
+    reader.runtime.release(reservation)
+    reader.runtime.release(reservation)
+    assert reservation.state is ReservationState.RELEASED
+    eventually(lambda: source.call("leases") == 0)
+    assert counter(reader, "given back") == 1
+
+
+def test_a_held_lease_outlives_its_promise_and_an_unheld_one_does_not(group: Cluster) -> None:
+    directory = group.directory()
+    timing = replace(PATIENT, promise_s=0.5, lease_s=1.0, renew_s=0.1)
+    source = group.remote("a", directory.address, timing)
+    reader = group.local("b", directory.address, timing)
+    source.call("fill", 0, 4)
+    number = eventually(lambda: reader.sees(0, 4))
+
+    held = settled(reader.runtime.reserve(number, keys(0, 2), "held"))
+    forgotten = settled(reader.runtime.reserve(number, keys(2, 4), "forgotten"))
+    first_expiry = forgotten.expires
+    reader.runtime.hold(held)
+    eventually(lambda: source.call("leases") == 1)
+    eventually(lambda: held.expires > first_expiry + timing.lease_s)
+    assert source.call("leases") == 1
+    assert held.state is GRANTED
+    assert forgotten.expires == first_expiry
+
+
+def test_a_grant_that_arrives_after_the_release_is_given_back(group: Cluster) -> None:
+    directory = group.directory()
+    timing = replace(PATIENT, reserve_timeout_s=30.0, promise_s=30.0, lease_s=30.0)
+    source = group.remote("a", directory.address, timing)
+    reader = group.local("b", directory.address, timing)
+    source.call("fill", 0, 4)
+    number = eventually(lambda: reader.sees(0, 4))
+
+    source.signal(signal.SIGSTOP)
+    reservation = reader.runtime.reserve(number, keys(0, 4), "request")
+    eventually(lambda: reader.runtime.status()["calls_in_flight"])
+    reader.runtime.release(reservation)
+    source.signal(signal.SIGCONT)
+    eventually(lambda: counter(reader, "given back") == 1)
+    eventually(lambda: source.call("leases") == 0)
+    assert reservation.state is ReservationState.RELEASED
+
+
+def test_a_hint_that_is_wrong_fails_without_blaming_the_member(group: Cluster) -> None:
+    directory = group.directory()
+    source = group.remote("a", directory.address, PATIENT)
+    reader = group.local("b", directory.address, PATIENT)
+    source.call("fill", 0, 1)
+    number = eventually(lambda: reader.sees(0, 1))
+    for _ in range(5):
+        missed = settled(reader.runtime.reserve(number, keys(50, 60), "request"))
+        assert (missed.state, missed.reason) == (FAILED, "not held")
+    assert reader.runtime.usable_mask() == 1 << number
+    unknown = settled(reader.runtime.reserve(number + 5, keys(0, 1), "request"))
+    assert (unknown.state, unknown.reason) == (FAILED, "unknown member")
+
+
+def test_a_hung_peer_fails_by_the_deadline_and_is_used_again_once_it_answers(
+    group: Cluster,
+) -> None:
+    directory = group.directory()
+    timing = replace(PATIENT, reserve_timeout_s=0.1, call_timeout_s=0.2, breaker_min_s=0.05)
+    source = group.remote("a", directory.address, timing)
+    reader = group.local("b", directory.address, timing)
+    source.call("fill", 0, 4)
+    number = eventually(lambda: reader.sees(0, 4))
+
+    source.signal(signal.SIGSTOP)
+    for _ in range(3):
+        hung = settled(reader.runtime.reserve(number, keys(0, 4), "request"))
+        assert (hung.state, hung.reason) == (FAILED, "no answer within 0.1 s")
+    eventually(lambda: reader.runtime.usable_mask() == 0)
+    assert reader.runtime.status()["peers"][0]["breaker"] == "open"
+
+    source.signal(signal.SIGCONT)
+    eventually(lambda: reader.runtime.usable_mask() == 1 << number)
+    eventually(
+        lambda: settled(reader.runtime.reserve(number, keys(0, 4), "again")).state is GRANTED
+    )
+    assert reader.runtime.status()["peers"][0]["breaker"] == "closed"
+
+
+def test_failed_loads_open_the_breaker(group: Cluster) -> None:
+    directory = group.directory()
+    timing = replace(PATIENT, breaker_min_s=30.0)
+    group.remote("a", directory.address, timing)
+    reader = group.local("b", directory.address, timing)
+    mask = eventually(reader.runtime.usable_mask)
+    number = mask.bit_length() - 1
+    reader.runtime.report_load(number, False, "generation")
+    reader.runtime.report_load(number, True)
+    for _ in range(3):
+        assert reader.runtime.usable_mask() == mask
+        reader.runtime.report_load(number, False, "generation")
+    eventually(lambda: reader.runtime.usable_mask() == 0)
+    assert reader.runtime.status()["peers"][0]["reason"] == "generation"
+
+
+# -- membership ------------------------------------------------------------------------------------
+
+
+def test_changes_reach_the_others_in_order(group: Cluster) -> None:
+    directory = group.directory()
+    source = group.local("a", directory.address, PATIENT)
+    reader = group.remote("b", directory.address, PATIENT)
+    source.fill(0, 10)
+    number = eventually(lambda: reader.call("sees", 0, 10))
+    source.runtime.publish([], keys(0, 4))
+    source.runtime.publish(keys(2, 3), [])
+    source.runtime.publish([key(99)], [])
+    eventually(lambda: reader.call("sees", 99, 100))
+    assert [reader.call("sees", n, n + 1) for n in range(5)] == [0, 0, number, 0, number]
+
+
+def test_a_reset_withdraws_what_was_published_before_and_nothing_after(group: Cluster) -> None:
+    directory = group.directory()
+    source = group.local("a", directory.address, PATIENT)
+    reader = group.remote("b", directory.address, PATIENT)
+    source.fill(0, 10)
+    eventually(lambda: reader.call("sees", 0, 10))
+    assert call(source.runtime.address, "clear") == {"epoch": 1}
+    source.fill(20, 30)
+    eventually(lambda: reader.call("sees", 20, 30))
+    assert reader.call("sees", 0, 1) == 0
+
+
+def test_a_replica_that_joins_late_sees_everything(group: Cluster) -> None:
+    directory = group.directory()
+    first = group.remote("a", directory.address, PATIENT)
+    second = group.remote("b", directory.address, PATIENT)
+    first.call("fill", 0, 30)
+    second.call("fill", 20, 50)
+    late = group.local("c", directory.address, PATIENT)
+    one, two = eventually(lambda: late.sees(0, 30)), eventually(lambda: late.sees(20, 50))
+    assert {late.runtime.members()[one].name, late.runtime.members()[two].name} == {"a", "b"}
+    assert late.mirror.holders(key(25)) == 1 << one | 1 << two
+    listed = asyncio.run(directory_members(directory.address, NAMESPACE))
+    assert sorted(info.name for _, _, info in listed) == ["a", "b", "c"]
+    assert {fingerprint for fingerprint, _, _ in listed} == {FINGERPRINT}
+
+
+def test_a_killed_replica_goes_with_all_its_blocks(group: Cluster) -> None:
+    directory = group.directory()
+    source = group.remote("a", directory.address)
+    reader = group.local("b", directory.address)
+    source.call("fill", 0, 20)
+    eventually(lambda: reader.sees(0, 20))
+    source.kill()
+    eventually(lambda: not reader.runtime.members())
+    assert reader.runtime.usable_mask() == 0
+    eventually(lambda: len(reader.mirror) == 0)
+
+
+def test_a_replica_that_closes_leaves_at_once(group: Cluster) -> None:
+    directory = group.directory()
+    source = group.local("a", directory.address, PATIENT)
+    reader = group.local("b", directory.address, PATIENT)
+    eventually(reader.runtime.members)
+    source.runtime.close()
+    source.runtime.close()
+    eventually(lambda: not reader.runtime.members())
+    late = source.runtime.reserve(1, keys(0, 1), "request")
+    assert (late.state, late.reason) == (FAILED, "closed")
+    source.runtime.publish(keys(0, 1), [])
+    source.runtime.release(late)
+
+
+def test_a_replica_that_slept_too_long_rejoins_with_a_new_epoch_and_all_its_blocks(
+    group: Cluster,
+) -> None:
+    directory = group.directory()
+    source = group.remote("a", directory.address)
+    reader = group.local("b", directory.address)
+    source.call("fill", 0, 20)
+    eventually(lambda: reader.sees(0, 20))
+    (before,) = reader.runtime.members().values()
+    source.signal(signal.SIGSTOP)
+    eventually(lambda: not reader.runtime.members())
+    source.signal(signal.SIGCONT)
+    number = eventually(lambda: reader.sees(0, 20))
+    after = reader.runtime.members()[number]
+    assert (after.name, after.address) == (before.name, before.address)
+    assert after.epoch != before.epoch
+
+
+def test_a_restarted_replica_replaces_its_former_life_at_once(group: Cluster) -> None:
+    directory = group.directory()
+    reader = group.local("b", directory.address, PATIENT)
+    former = group.remote("a", directory.address, PATIENT)
+    former.call("fill", 0, 20)
+    eventually(lambda: reader.sees(0, 20))
+    former.kill()  # and nobody is told: the heartbeat limit is a minute
+    latter = group.remote("a", directory.address, PATIENT)
+    latter.call("fill", 30, 40)
+    eventually(lambda: reader.sees(30, 40))
+    assert [info.address for info in reader.runtime.members().values()] == [latter.address]
+    assert reader.mirror.holders(key(0)) == 0
+
+
+def test_sharing_survives_the_directory_and_comes_back_with_it(group: Cluster) -> None:
+    directory = group.directory()
+    port = int(directory.address.rpartition(":")[2])
+    timing = replace(PATIENT, call_timeout_s=0.5)
+    source = group.remote("a", directory.address, timing)
+    reader = group.local("b", directory.address, timing)
+    source.call("fill", 0, 20)
+    number = eventually(lambda: reader.sees(0, 20))
+
+    directory.kill()
+    eventually(lambda: not reader.runtime.connected)
+    source.call("fill", 20, 30)
+    assert reader.sees(0, 20) == number
+    assert settled(reader.runtime.reserve(number, keys(0, 20), "request")).state is GRANTED
+
+    group.directory(port)
+    eventually(lambda: reader.runtime.connected)
+    eventually(lambda: reader.sees(0, 30))
+    assert reader.runtime.member_number is not None
+
+
+def test_replicas_of_another_fingerprint_are_strangers(group: Cluster) -> None:
+    directory = group.directory()
+    source = group.remote("a", directory.address, PATIENT)
+    source.call("fill", 0, 4)
+    stranger = make_runtime(directory=directory.address, fingerprint=b"q" * 32)
+    stranger.start()
+    try:
+        eventually(lambda: stranger.member_number)
+        eventually(lambda: len(asyncio.run(directory_members(directory.address, NAMESPACE))) == 2)
+        assert stranger.members() == {}
+    finally:
+        stranger.close()
+
+
+def test_an_overflowed_mirror_asks_the_directory(group: Cluster) -> None:
+    directory = group.directory()
+    source = group.remote("a", directory.address, PATIENT)
+    reader = group.local("b", directory.address, PATIENT)
+    source.call("fill", 0, 20)
+    number = eventually(lambda: reader.sees(0, 20))
+    reader.mirror.reset()
+    reader.runtime.ask(keys(5, 30))
+    assert eventually(lambda: reader.sees(5, 20)) == number
+
+
+# -- administration --------------------------------------------------------------------------------
+
+
+def test_close_runs_once_for_all_callers_and_the_peer_then_refuses(group: Cluster) -> None:
+    directory = group.directory()
+    source = group.local("a", directory.address, PATIENT)
+    reader = group.local("b", directory.address, PATIENT)
+    source.fill(0, 4)
+    number = eventually(lambda: reader.sees(0, 4))
+
+    async def close_often() -> list[dict[str, Any]]:
+        address = source.runtime.address
+        return await asyncio.gather(*(peer_call(address, "close", 2.0) for _ in range(4)))
+
+    results = asyncio.run(close_often())
+    assert results == [{"deadline_s": 2.0, "closes": 1, "keys": 0}] * 4
+    assert call(source.runtime.address, "close", 9.0) == results[0]
+    refused = settled(reader.runtime.reserve(number, keys(0, 4), "request"))
+    assert (refused.state, refused.reason) == (FAILED, "closed")
+    eventually(lambda: reader.runtime.usable_mask() == 0)
+
+
+def test_hooks_run_off_the_control_thread() -> None:
+    with cluster() as alone:
+        replica = alone.local("a", None)
+        described = call(replica.runtime.address, "describe")
+        assert described["thread"] != "xavier-control"
+        assert replica.runtime.usable_mask() == 0
+        assert replica.runtime.member_number is None
+        with pytest.raises(ValueError, match="method='reserve'"):
+            call(replica.runtime.address, "reserve")
+
+
+def make_runtime(**changes: Any) -> ControlRuntime:
+    options: dict[str, Any] = {
+        "index": SnapshotIndex(device_slots=1, host_slots=0, spare_slots=0),
+        "mirror": Mirror(),
+        "name": "made",
+        "host": "127.0.0.1",
+        "directory": None,
+        "namespace": NAMESPACE,
+        "fingerprint": FINGERPRINT,
+        "workers": (),
+        "status_hook": dict,
+        "clear_hook": dict,
+        "close_hook": lambda deadline_s: {},
+        "timing": QUICK,
+    }
+    return ControlRuntime(**(options | changes))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_wildcard_is_never_advertised(host: str) -> None:
+    with pytest.raises(ValueError, match=f"xavier_host='{host}'"):
+        make_runtime(host=host)
+
+
+def test_an_address_of_another_machine_is_refused_with_the_option_to_change() -> None:
+    runtime = make_runtime(host="192.0.2.1")
+    with pytest.raises(RuntimeError, match=r"192\.0\.2\.1.*xavier_host"):
+        runtime.start()
+
+
+def test_a_directory_without_a_route_is_refused_with_the_option_to_change() -> None:
+    with pytest.raises(ValueError, match=r"xavier_directory='nonsense'.*xavier_host"):
+        make_runtime(host=None, directory="nonsense")
+
+
+def test_a_lost_directory_delays_neither_start_nor_close() -> None:
+    runtime = make_runtime(host=None, directory="127.0.0.1:1", timing=PATIENT)
+    runtime.start()
+    eventually(lambda: runtime.status()["directory_failures"] > 1)
+    assert not runtime.connected
+    assert runtime.address.startswith("127.0.0.1:")
+    runtime.publish(keys(0, 1), [])
+    runtime.close()
+    assert runtime.status()["joins"] == 0

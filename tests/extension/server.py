@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real ``xinference-local`` with our extension, on a free loopback port, in a process group of
+its own. Nothing of it is left after ``stop()``: :meth:`leftovers` tells."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+from xinference.client import Client
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 60.0
+MODEL_NAME = "random-llama"
+
+
+class XinferenceServer:
+    """Owns one server. ``home`` is its XINFERENCE_HOME; its output goes to ``home/output.txt``."""
+
+    def __init__(self, home: Path, environment: dict[str, str] | None = None) -> None:
+        home.mkdir(parents=True, exist_ok=True)
+        self.url = f"http://127.0.0.1:{_free_port()}"
+        self.output = home / "output.txt"
+        command = Path(sys.executable).with_name("xinference-local")
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [str(command), "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]],
+                env={
+                    **os.environ,
+                    "XINFERENCE_HOME": str(home),
+                    "XINFERENCE_EXTENSIONS": "xinference_xavier.extension:create",
+                    "XINFERENCE_AUTH_ADVANCED": "0",
+                    "XINFERENCE_ENABLE_VIRTUAL_ENV": "0",
+                    "XINFERENCE_HEALTH_CHECK_ATTEMPTS": "30",
+                    **(environment or {}),
+                },
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._wait_until_ready()
+        self.client = Client(self.url)
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"xinference-local ended:\n{self.tail()}")
+            try:
+                if requests.get(f"{self.url}/v1/models", timeout=5).ok:
+                    return
+            except (requests.ConnectionError, requests.Timeout):
+                # The listener is open before the API behind it answers.
+                time.sleep(0.2)
+        self.stop()
+        raise RuntimeError(f"xinference-local is not ready:\n{self.tail()}")
+
+    def register(self, model: Path) -> None:
+        """Register a model directory as the chat model :data:`MODEL_NAME`."""
+        definition = f"""{{
+            "version": 2, "model_name": "{MODEL_NAME}", "model_lang": ["en"],
+            "model_ability": ["chat"], "context_length": 2048,
+            "model_family": "tiny", "architectures": ["LlamaForCausalLM"],
+            "chat_template": "{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}",
+            "stop_token_ids": [], "stop": [],
+            "model_specs": [{{"model_format": "pytorch", "model_size_in_billions": "0_1",
+                "quantization": "none", "model_id": "tiny/tiny", "model_uri": "file://{model}"}}]
+        }}"""
+        self.client.register_model("LLM", definition, persist=False)
+
+    def launch(self, uid: str, **arguments: Any) -> requests.Response:
+        """Ask for a launch as the Python client does, and return the raw answer."""
+        body = {
+            "model_uid": uid,
+            "model_name": MODEL_NAME,
+            "model_engine": "vLLM",
+            "model_format": "pytorch",
+            "model_size_in_billions": "0_1",
+            "quantization": "none",
+            "max_model_len": 1024,
+            "max_num_seqs": 8,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "kv_cache_memory_bytes": 64 * 2**20,
+            **arguments,
+        }
+        return requests.post(f"{self.url}/v1/models", json=body, timeout=300)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the server's processes: its group, and whoever it started."""
+        found = {}
+        for process in psutil.process_iter(["pid"]):
+            try:
+                in_group = os.getpgid(process.pid) == self.process.pid
+            except ProcessLookupError:
+                continue
+            if in_group:
+                found[process.pid] = process
+        try:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                found[child.pid] = child
+        except psutil.NoSuchProcess:
+            pass
+        return list(found.values())
+
+    def tail(self, nbytes: int = 8000) -> str:
+        """Return the end of the server's output."""
+        return self.output.read_bytes()[-nbytes:].decode(errors="replace")
+
+    def stop(self) -> list[str]:
+        """End the server as an operator would; return the command lines of what stayed behind."""
+        known = self.processes()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+        _, alive = psutil.wait_procs(known, timeout=10)
+        left = []
+        for process in alive:
+            try:
+                left.append(" ".join(process.cmdline()))
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        return left
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a commit makes of failed, late and unknown work; clear and close."""
+
+from __future__ import annotations
+
+import pytest
+from index_support import (
+    DEVICE,
+    HOST,
+    admit,
+    key,
+    keys,
+    lease,
+    make,
+    store,
+    store_each,
+    tiers,
+    visible,
+)
+
+from xinference_xavier.store.index import SnapshotIndex, StoreClosed
+
+
+def test_a_failed_store_frees_its_slot_and_drops_its_block():
+    index = make(2, 0)
+    plan = admit(index, "ab")
+    changes = index.commit(plan.job_id, failed_stores={0})
+    index.check_invariants()
+    assert (changes.added, changes.removed) == (keys("b"), [])
+    assert visible(index, "ab") == ["b"]
+    assert index.counters().device_free == 1
+
+
+def test_a_failed_demotion_leaves_both_tiers_as_they_were():
+    index = make(1, 1)
+    store_each(index, "ab")
+    before = index.counters()
+    looked = lease(index, "ab")
+    index.release(looked.lease_id)
+    plan = admit(index, "c")
+    changes = index.commit(plan.job_id, failed_demotions={0})
+    index.check_invariants()
+    assert (changes.added, changes.removed) == ([], [])
+    assert lease(index, "ab").rows == looked.rows
+    assert visible(index, "c") == []
+    after = index.counters()
+    assert (after.device_free, after.host_free) == (before.device_free, before.host_free)
+    assert (after.totals.failed_demotions, after.totals.failed_stores) == (1, 1)
+
+
+def test_a_failed_demotion_puts_the_block_back_to_its_old_place():
+    index = make(3, 4)
+    store_each(index, "abc")
+    plan = admit(index, "de")
+    index.commit(plan.job_id, failed_demotions={0, 1})
+    index.check_invariants()
+    store(index, "f")
+    assert tiers(index, "abcf") == [HOST, DEVICE, DEVICE, DEVICE]
+
+
+def test_demotions_that_fail_out_of_order_keep_the_order_of_use():
+    index = make(4, 8, spare=4)
+    store_each(index, "abcd")
+    first, second = admit(index, "ef"), admit(index, "gh")
+    index.commit(second.job_id, failed_demotions={0, 1})
+    index.check_invariants()
+    index.commit(first.job_id, failed_demotions={0, 1})
+    index.check_invariants()
+    for name, victim in zip("ijkl", "abcd", strict=True):
+        store(index, name)
+        assert tiers(index, victim) == [HOST]
+
+
+def test_a_block_used_while_its_demotion_failed_is_the_most_recent():
+    index = make(2, 2)
+    store_each(index, "ab")
+    plan = admit(index, "c")
+    admit(index, "a")
+    index.commit(plan.job_id, failed_demotions={0})
+    index.check_invariants()
+    store(index, "d")
+    assert tiers(index, "abd") == [DEVICE, HOST, DEVICE]
+
+
+def test_demotions_that_arrive_out_of_order_keep_the_order_of_use():
+    index = make(3, 3, spare=3)
+    store_each(index, "abc")
+    plans = [admit(index, name) for name in "def"]
+    for plan in (plans[1], plans[2], plans[0]):
+        index.commit(plan.job_id)
+        index.check_invariants()
+    assert [store(index, name).removed for name in "ghi"] == [keys("a"), keys("b"), keys("c")]
+
+
+def test_a_failed_store_after_a_good_demotion_leaves_a_free_device_slot():
+    index = make(1, 1)
+    store(index, "a")
+    plan = admit(index, "b")
+    changes = index.commit(plan.job_id, failed_stores={0})
+    index.check_invariants()
+    assert (changes.added, changes.removed) == ([], [])
+    assert tiers(index, "ab") == [HOST, None]
+    assert index.counters().device_free == 1
+
+
+def test_a_discarded_job_publishes_no_store_but_keeps_its_demotions():
+    index = make(2, 2)
+    store_each(index, "ab")
+    plan = admit(index, "cd")
+    changes = index.commit(plan.job_id, discard=True, failed_demotions={1})
+    index.check_invariants()
+    assert (changes.added, changes.removed) == ([], [])
+    assert tiers(index, "abcd") == [HOST, DEVICE, None, None]
+    assert index.counters().device_free == 1
+
+
+def test_an_arrival_that_finds_every_host_block_leased_is_dropped():
+    index = make(1, 1)
+    store_each(index, "ab")
+    plan = admit(index, "c")
+    lease(index, "a")
+    changes = index.commit(plan.job_id)
+    index.check_invariants()
+    assert (changes.added, changes.removed) == (keys("c"), keys("b"))
+    assert visible(index, "abc") == ["a", "c"]
+    assert index.counters().totals.arrival_drops == 1
+
+
+def test_a_direct_host_store_that_finds_every_host_block_leased_is_dropped():
+    index = make(0, 1)
+    store(index, "a")
+    plan = admit(index, "b")
+    lease(index, "a")
+    changes = index.commit(plan.job_id)
+    index.check_invariants()
+    assert (changes.added, changes.removed) == ([], [])
+    assert index.counters().host_free == 2
+
+
+def test_a_job_is_committed_exactly_once():
+    index = make(1, 1)
+    plan = admit(index, "a")
+    index.commit(plan.job_id)
+    with pytest.raises(ValueError, match=f"job {plan.job_id} is unknown"):
+        index.commit(plan.job_id)
+    with pytest.raises(ValueError, match="job 99 is unknown"):
+        index.commit(99)
+
+
+@pytest.mark.parametrize("failed", [{"failed_demotions": {1}}, {"failed_stores": {-1}}])
+def test_a_failure_of_an_entry_that_the_job_lacks_changes_nothing(failed):
+    index = make(1, 1)
+    store(index, "a")
+    plan = admit(index, "b")
+    with pytest.raises(ValueError, match=f"job {plan.job_id} has no"):
+        index.commit(plan.job_id, **failed)
+    assert index.commit(plan.job_id).added == keys("b")
+
+
+def test_clear_takes_every_block_from_readers_and_frees_what_nobody_reads():
+    index = make(2, 2)
+    store_each(index, "abcd")
+    assert index.clear() == 1
+    index.check_invariants()
+    assert visible(index, "abcd") == []
+    assert index.snapshot() == ([], None)
+    counters = index.counters()
+    assert (counters.device_free, counters.host_free, counters.epoch) == (2, 4, 1)
+    assert store(index, "abcd").added == keys("abcd")
+
+
+def test_slots_that_are_read_during_a_clear_are_free_when_their_leases_end():
+    index = make(2, 2)
+    store_each(index, "abc")
+    first, second = lease(index, "abc"), lease(index, "a")
+    index.clear()
+    index.check_invariants()
+    counters = index.counters()
+    assert (counters.zombies, counters.leased_blocks, counters.leases) == (3, 0, 2)
+    assert (counters.device_free, counters.host_free) == (0, 3)
+    assert store(index, "a").added == keys("a")
+    assert index.renew(first.lease_id, now=5.0, duration=10.0)
+    assert index.release(first.lease_id)
+    index.check_invariants()
+    assert index.counters().zombies == 1
+    assert index.release(second.lease_id)
+    index.check_invariants()
+    counters = index.counters()
+    assert (counters.zombies, counters.device_free, counters.host_free) == (0, 2, 3)
+    assert visible(index, "abc") == ["a"]
+
+
+def test_cleared_blocks_that_are_read_still_take_room_in_the_host_tier():
+    index = make(0, 2)
+    store_each(index, "ab")
+    lease(index, "ab")
+    index.clear()
+    plan = admit(index, "c")
+    assert (plan.stores, list(plan.skipped.values())) == ([], [1])
+
+
+def test_a_job_from_before_a_clear_frees_its_slots_and_publishes_nothing():
+    index = make(1, 2)
+    store(index, "a")
+    plan = admit(index, "b")
+    index.clear()
+    index.check_invariants()
+    again = admit(index, "ab")
+    changes = index.commit(plan.job_id, failed_demotions={0})
+    index.check_invariants()
+    assert (changes.added, changes.removed) == ([], [])
+    assert index.commit(again.job_id).added == keys("ab")
+    index.check_invariants()
+    assert visible(index, "ab") == ["a", "b"]
+    assert index.counters().totals.discarded == 1
+
+
+def test_snapshots_tell_exactly_the_readable_keys_page_by_page():
+    index = make(3, 5)
+    store_each(index, range(7))
+    admit(index, ["new"])
+    found: list[bytes] = []
+    cursor: int | None = 0
+    while cursor is not None:
+        page, cursor = index.snapshot(cursor, limit=2)
+        assert len(page) <= 2
+        found += page
+    assert sorted(found) == sorted(keys(visible(index, range(7))))
+    assert len(found) == 6
+
+
+@pytest.mark.parametrize("arguments", [(-1, 1), (0, 0)])
+def test_a_snapshot_of_nothing_sensible_is_refused(arguments):
+    with pytest.raises(ValueError, match="cursor is"):
+        make(1, 1).snapshot(*arguments)
+
+
+def test_close_clears_everything_and_tells_what_was_reached():
+    index = make(2, 2)
+    store_each(index, "abc")
+    lease(index, "a")
+    admit(index, "d")
+    final = index.close()
+    assert (final.device_lru, final.host_lru, final.global_lru, final.keys) == (0, 0, 0, 0)
+    assert (final.leases, final.staging, final.demoting) == (0, 0, 0)
+    assert (final.reached.totals.admitted, final.reached.totals.demotions) == (3, 1)
+    assert (final.reached.leases, final.reached.jobs, final.reached.staging) == (1, 1, 1)
+    assert index.close() is final
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda index, job: index.admit([(key("x"), 0)]),
+        lambda index, job: index.commit(job),
+        lambda index, job: index.match([key("a")]),
+        lambda index, job: index.match([key("a")], wait=False),
+        lambda index, job: lease(index, "a"),
+        lambda index, job: index.renew(1, now=0.0, duration=1.0),
+        lambda index, job: index.release(1),
+        lambda index, job: index.reap(0.0),
+        lambda index, job: index.snapshot(),
+        lambda index, job: index.clear(),
+        lambda index, job: index.counters(),
+        lambda index, job: index.check_invariants(),
+    ],
+)
+def test_a_closed_index_stays_closed(call):
+    index = make(1, 1)
+    store(index, "a")
+    job = admit(index, "b").job_id
+    index.close()
+    with pytest.raises(StoreClosed, match="closed"):
+        call(index, job)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda index: index.match([key("a")], wait=False),
+        lambda index: index.admit([(key("b"), 0)], wait=False),
+        lambda index: index.acquire(
+            [key("a")], reader=None, request="r", now=0.0, duration=1.0, wait=False
+        ),
+    ],
+)
+def test_a_busy_index_answers_ask_again_to_who_does_not_wait(look):
+    index: SnapshotIndex = make(1, 1)
+    store(index, "a")
+    before = index.counters()
+    with index._lock:
+        assert look(index) is None
+    assert index.counters() == before
+    assert look(index) is not None

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import types
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from xinference_xavier import __version__, cli
+from xinference_xavier.features import feature_table
+from xinference_xavier.options import Deployment, option_table
+
+COMMANDS = ["demo", "bench", "directory", "features", "options", "plan"]
+QWEN = ["plan", "--layers", "24", "--kv-heads", "2", "--head-size", "64"]
+
+
+def run(*args: str) -> str:
+    result = CliRunner().invoke(cli.main, args, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def fail(*args: str) -> str:
+    result = CliRunner().invoke(cli.main, args)
+    assert result.exit_code != 0
+    return result.output
+
+
+def test_help_lists_every_command_with_its_line() -> None:
+    output = run("--help")
+    for name in COMMANDS:
+        line = next(line for line in output.splitlines() if line.split()[:1] == [name])
+        assert len(line.split()) > 3
+
+
+def test_version_is_the_packages() -> None:
+    assert __version__ in run("--version")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    probe = (
+        "import sys\n"
+        "from xinference_xavier.cli import main\n"
+        "main(['--help'], standalone_mode=False)\n"
+        "heavy = {'torch', 'vllm', 'xinference', 'xoscar', 'pydantic', 'rich', 'numpy'}\n"
+        "print('loaded', sorted(heavy & set(sys.modules)))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout.splitlines()[-1] == "loaded []"
+
+
+def test_options_json_is_the_option_table() -> None:
+    assert json.loads(run("options", "--json")) == {
+        "options": option_table(),
+        "deployment": option_table(Deployment),
+    }
+
+
+def test_options_are_shown_with_brackets_and_bars_as_they_are() -> None:
+    output = run("options")
+    assert all(row["name"] in output for row in option_table() + option_table(Deployment))
+    assert "off | checksum" in output
+
+
+def test_features_json_is_the_feature_table() -> None:
+    assert json.loads(run("features", "--json")) == {"features": feature_table()}
+
+
+def test_features_are_shown_as_a_table() -> None:
+    output = run("features")
+    assert "refused" in output
+    assert "tensor parallelism" in output
+
+
+@pytest.mark.parametrize(("budget", "blocks"), [("256MiB", 1365), ("8MiB", 42), ("0", 0)])
+def test_a_plan_counts_whole_blocks(budget: str, blocks: int) -> None:
+    plan = json.loads(run(*QWEN, "--gpu-cache-bytes", budget, "--json"))
+    assert plan["slot_bytes"] == plan["block_bytes"] == 196608
+    gpu = plan["tiers"][0]
+    assert gpu["tier"] == "gpu"
+    assert gpu["blocks"] == blocks
+    assert gpu["tokens"] == blocks * 16
+    assert gpu["blocks"] * 196608 + gpu["unused_bytes"] == gpu["budget_bytes"]
+
+
+def test_a_plan_rounds_odd_blocks_up_to_slots() -> None:
+    sizes = ["--layers", "1", "--kv-heads", "1", "--head-size", "3", "--dtype", "fp8"]
+    plan = json.loads(run("plan", *sizes, "--block-tokens", "1", "--json"))
+    assert (plan["block_bytes"], plan["slot_bytes"]) == (6, 64)
+
+
+def test_a_plan_is_shown_as_a_table() -> None:
+    output = run(*QWEN)
+    assert "192 KiB" in output
+    assert "1,365" in output
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [("-1", "negative"), ("1 QB", "unknown unit"), ("10%", "needs bytes, not a percentage")],
+)
+def test_a_plan_refuses_bad_budgets_naming_the_option(budget: str, message: str) -> None:
+    output = fail(*QWEN, "--cpu-cache-bytes", budget)
+    assert "--cpu-cache-bytes" in output
+    assert message in " ".join(output.split())
+
+
+def test_the_directory_command_serves_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[tuple[str, int]] = []
+
+    def run_directory(host: str, port: int, ready: object) -> None:
+        served.append((host, port))
+        assert callable(ready)
+        ready(f"{host}:{port}")
+
+    runtime = types.SimpleNamespace(run_directory=run_directory)
+    monkeypatch.setitem(sys.modules, "xinference_xavier.control.runtime", runtime)
+    output = run("directory", "--host", "127.0.0.2", "--port", "7")
+    assert served == [("127.0.0.2", 7)]
+    assert output == "Directory ready at 127.0.0.2:7\n"
+
+
+def test_a_real_directory_serves_until_it_is_told_to_stop() -> None:
+    command = [sys.executable, "-m", "xinference_xavier.cli", "directory", "--port"]
+    with subprocess.Popen(
+        [*command, "0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as first:
+        try:
+            assert first.stdout is not None
+            ready = first.stdout.readline().split()
+            assert ready[:3] == ["Directory", "ready", "at"]
+            host, _, port = ready[3].rpartition(":")
+            assert host == "127.0.0.1"
+            second = subprocess.run([*command, port], capture_output=True, text=True, timeout=60)
+            assert second.returncode == 1
+            assert f"cannot listen on 127.0.0.1:{port}" in second.stderr
+            assert "--port" in second.stderr
+            assert "Traceback" not in second.stderr
+            first.send_signal(signal.SIGTERM)
+            assert first.wait(timeout=30) == 0
+        finally:
+            first.kill()
+
+
+def lazy(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    monkeypatch.setattr(cli, "LAZY", {"later": (target, "Comes later.")})
+
+
+def test_a_lazy_command_runs_with_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    @click.command()
+    @click.argument("word")
+    def command(word: str) -> None:
+        click.echo(f"said {word}")
+
+    monkeypatch.setitem(sys.modules, "lazily", types.SimpleNamespace(command=command))
+    lazy(monkeypatch, "lazily:command")
+    assert run("later", "hello") == "said hello\n"
+
+
+def test_a_missing_package_is_named_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lazy(monkeypatch, "no_such_engine.entry:command")
+    output = fail("later")
+    assert "needs the package no_such_engine" in output
+    assert "xinference-xavier[cpu]" in output
+
+
+def test_an_error_of_our_own_is_not_taken_for_a_missing_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lazy(monkeypatch, "xinference_xavier.no_such_module:command")
+    with pytest.raises(ModuleNotFoundError):
+        CliRunner().invoke(cli.main, ["later"], catch_exceptions=False)

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reader's side of leases: reserve, renew and give back blocks of other replicas.
+
+A :class:`Reservation` is read by the engine thread; everything else here runs on the control
+thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import xoscar as xo
+
+from xinference_xavier.control.breaker import Breaker
+from xinference_xavier.control.client import bounded
+from xinference_xavier.control.messages import (
+    MAX_KEYS,
+    LeaseGrant,
+    MemberInfo,
+    Refused,
+    Row,
+    Timing,
+    pack_keys,
+    unpack_rows,
+)
+
+if TYPE_CHECKING:
+    from xinference_xavier.control.peer import PeerActor
+
+
+class ReservationState(StrEnum):
+    PENDING = "pending"
+    GRANTED = "granted"
+    FAILED = "failed"
+    RELEASED = "released"
+
+
+class Reservation:
+    """Blocks asked of one member, and what it granted.
+
+    ``rows`` are (tier, slot, generation) of the granted prefix, empty until then; ``expires`` is
+    the ``time.monotonic()`` instant at which the lease ends, counted from before the request was
+    sent; ``reason`` says why it failed. The control thread sets ``state`` last, so whoever sees
+    GRANTED sees the rows.
+    """
+
+    __slots__ = (
+        "_released",
+        "_state",
+        "expires",
+        "lease_id",
+        "member",
+        "reason",
+        "request_id",
+        "rows",
+    )
+
+    def __init__(self, member: int, request_id: str) -> None:
+        self.member = member
+        self.request_id = request_id
+        self.rows: list[Row] = []
+        self.expires = 0.0
+        self.reason: str | None = None
+        self.lease_id = 0
+        self._state = ReservationState.PENDING
+        self._released = False
+
+    @property
+    def state(self) -> ReservationState:
+        return ReservationState.RELEASED if self._released else self._state
+
+    def give_up(self) -> bool:
+        """Mark as released, from the engine thread; False if it was already."""
+        first, self._released = not self._released, True
+        return first
+
+    def grant(self, lease_id: int, rows: list[Row], expires: float) -> None:
+        self.lease_id, self.rows, self.expires = lease_id, rows, expires
+        self._state = ReservationState.GRANTED
+
+    def fail(self, reason: str) -> None:
+        self.reason = reason
+        self._state = ReservationState.FAILED
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """Another member, as this replica knows it; ``ref`` is None until it has answered once."""
+
+    number: int
+    info: MemberInfo
+    breaker: Breaker
+    ref: xo.ActorRefType[PeerActor] | None = None
+    meeting: asyncio.Task[None] | None = None
+
+    @property
+    def usable(self) -> bool:
+        return self.ref is not None and self.breaker.usable
+
+
+class LeaseKeeper:
+    """Keeps every lease this replica has at others, until it is given back.
+
+    ``verdict(peer, failure)`` is called with None after each good answer, and with the reason
+    after a bad one; ``refused(peer, reason)`` when the peer says that it serves nobody.
+    """
+
+    def __init__(
+        self,
+        *,
+        fingerprint: bytes,
+        reader: Callable[[], str],
+        timing: Timing,
+        verdict: Callable[[Peer, str | None], None],
+        refused: Callable[[Peer, str], None],
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._fingerprint = fingerprint
+        self._reader = reader
+        self._timing = timing
+        self._verdict = verdict
+        self._refused = refused
+        # By identity: a reservation belongs to one peer for its whole life, whatever becomes of
+        # the member's number.
+        self._granted: dict[Reservation, Peer] = {}
+        self._held: dict[Reservation, Peer] = {}
+        self._returning: dict[Peer, list[int]] = {}
+        self._renewing: dict[Peer, list[Reservation]] = {}
+        self._scheduled = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- what the engine asked for -------------------------------------------------------------
+
+    def reserve(self, reservation: Reservation, peer: Peer | None, keys: Sequence[bytes]) -> None:
+        """Send a request, unless nobody waits for it any more."""
+        if peer is None or peer.ref is None:
+            reservation.fail("unknown member")
+            self.counters["reserve failed"] += 1
+        elif reservation.state is ReservationState.PENDING:
+            self._spawn(self._reserve(reservation, peer, peer.ref, keys))
+
+    def hold(self, reservation: Reservation) -> None:
+        """Renew a grant from now on, until it is released."""
+        peer = self._granted.get(reservation)
+        if peer is not None and reservation not in self._held:
+            self._held[reservation] = peer
+            self._renewing.setdefault(peer, []).append(reservation)
+            self._flush_soon()
+
+    def release(self, reservation: Reservation) -> None:
+        """Give a grant back. One that is still on its way is given back when it arrives."""
+        self._held.pop(reservation, None)
+        peer = self._granted.pop(reservation, None)
+        if peer is not None:
+            self._returning.setdefault(peer, []).append(reservation.lease_id)
+            self.counters["given back"] += 1
+            self._flush_soon()
+
+    async def renew_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._timing.renew_s)
+            for reservation, peer in self._held.items():
+                self._renewing.setdefault(peer, []).append(reservation)
+            self._send()
+
+    def held(self) -> int:
+        """Return the number of leases that this replica has at others."""
+        return len(self._granted)
+
+    def in_flight(self) -> int:
+        """Return the number of calls that others have not answered yet."""
+        return len(self._tasks)
+
+    async def drain(self) -> None:
+        """Give everything back and wait for the calls in flight; each has its deadline."""
+        for reservation in list(self._granted):
+            self.release(reservation)
+        self._send()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _flush_soon(self) -> None:
+        # Once per turn of the loop: what one engine step gives back travels together.
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        self._scheduled = False
+        renewing, self._renewing = self._renewing, {}
+        returning, self._returning = self._returning, {}
+        for peer, reservations in renewing.items():
+            self._spawn(self._renew(peer, reservations))
+        for peer, leases in returning.items():
+            self._spawn(self._give_back(peer, leases))
+
+    async def _reserve(
+        self,
+        reservation: Reservation,
+        peer: Peer,
+        ref: xo.ActorRefType[PeerActor],
+        keys: Sequence[bytes],
+    ) -> None:
+        sent = time.monotonic()
+        duration = self._timing.promise_s
+        call = ref.reserve(
+            self._fingerprint,
+            peer.info.epoch,
+            self._reader(),
+            reservation.request_id,
+            pack_keys(keys[:MAX_KEYS]),
+            duration,
+        )
+        try:
+            answer = await bounded(call, self._timing.reserve_timeout_s)
+        except Exception as error:
+            # Whatever a peer or the network does is a failed reservation, never more.
+            self._failed(reservation, describe(error))
+            self._verdict(peer, describe(error))
+            return
+        if isinstance(answer, Refused):
+            self._failed(reservation, answer)
+            if answer in (Refused.DRAINING, Refused.CLOSED):
+                self._refused(peer, answer)
+            return
+        self._verdict(peer, None)
+        self._arrived(reservation, peer, answer, sent + duration)
+
+    def _arrived(
+        self, reservation: Reservation, peer: Peer, answer: LeaseGrant, expires: float
+    ) -> None:
+        if not answer.lease_id:
+            self._failed(reservation, "not held")
+            return
+        # Entered before it is looked at: a release that the engine thread posts from now on
+        # finds it here.
+        self._granted[reservation] = peer
+        reservation.grant(answer.lease_id, unpack_rows(answer.rows), expires)
+        self.counters["granted"] += 1
+        if reservation.state is ReservationState.RELEASED:
+            self.release(reservation)
+
+    def _failed(self, reservation: Reservation, reason: str) -> None:
+        reservation.fail(reason)
+        self.counters["reserve failed"] += 1
+
+    async def _renew(self, peer: Peer, reservations: list[Reservation]) -> None:
+        if peer.ref is None:
+            return
+        sent = time.monotonic()
+        duration = self._timing.lease_s
+        leases = [reservation.lease_id for reservation in reservations]
+        try:
+            alive = await bounded(
+                peer.ref.renew(peer.info.epoch, leases, duration), self._timing.call_timeout_s
+            )
+        except Exception as error:
+            # The next round tries again; until then ``expires`` tells how long the lease lasts.
+            self.counters["renewals failed"] += 1
+            self._verdict(peer, describe(error))
+            return
+        for reservation, renewed in zip(reservations, alive, strict=True):
+            if renewed:
+                reservation.expires = sent + duration
+            elif self._held.pop(reservation, None) is not None:
+                del self._granted[reservation]
+                reservation.fail("lease lost")
+                self.counters["lost"] += 1
+
+    async def _give_back(self, peer: Peer, leases: list[int]) -> None:
+        if peer.ref is None:
+            return
+        try:
+            await bounded(peer.ref.release(peer.info.epoch, leases), self._timing.call_timeout_s)
+        except Exception as error:
+            # The source's reaper ends them instead.
+            self.counters["releases failed"] += len(leases)
+            self._verdict(peer, describe(error))
+
+
+def describe(error: BaseException) -> str:
+    """Say in a few words what went wrong with a remote call."""
+    return (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What directory, peers and replicas say to each other: plain data, no behaviour.
+
+Keys are vLLM block hashes of exactly ``KEY_BYTES`` bytes. They travel concatenated in one
+``bytes``, at most ``MAX_KEYS`` per message. A set of members is an int whose bit ``n`` stands for
+member number ``n``; numbers start at 1, so bit 0 (the reader's own store) is never set.
+
+This module imports nothing heavy: the directory runs in processes that have no torch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import chain
+from struct import iter_unpack
+from typing import TYPE_CHECKING
+
+from xinference_xavier.store.records import KEY_BYTES
+
+if TYPE_CHECKING:
+    from xinference_xavier.transport.base import WorkerHandle
+
+MAX_KEYS = 4096
+"""Keys in one message, at most: 128 KiB, some milliseconds of work on any side."""
+
+Row = tuple[int, int, int]
+"""Tier, slot, generation of one leased block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Every duration of the control plane, in seconds. Tests make them short.
+
+    A lease never outlives ``heartbeat_s``, and the reader counts it from before it asked.
+    """
+
+    heartbeat_s: float = 10.0
+    """A member that is silent for this long is gone, with all its blocks."""
+    promise_s: float = 2.0
+    """Life of a grant that nothing was allocated for yet; never renewed."""
+    lease_s: float = 8.0
+    """Life that every renewal of a held grant asks for."""
+    renew_s: float = 2.0
+    reap_s: float = 0.5
+    reserve_timeout_s: float = 1.0
+    call_timeout_s: float = 2.0
+    batch_s: float = 0.005
+    retry_min_s: float = 0.1
+    retry_max_s: float = 2.0
+    breaker_min_s: float = 1.0
+    breaker_max_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.lease_s > self.heartbeat_s:
+            raise ValueError(
+                f"lease_s={self.lease_s} exceeds heartbeat_s={self.heartbeat_s}: a dead reader's "
+                "lease must end before its membership is forgotten"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class MemberInfo:
+    """One replica as the others see it.
+
+    ``name`` is stable over restarts, ``epoch`` (63 random bits) is not: it is new for every
+    process, and again after the member was declared dead. ``started`` is in seconds of the
+    member's wall clock, for display only. ``workers`` is empty on the way through the directory
+    (which would need torch to read it); the runtime asks the peer itself.
+    """
+
+    name: str
+    epoch: int
+    address: str
+    host_id: str
+    started: float
+    workers: tuple[WorkerHandle, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a member shows with every message after it joined."""
+
+    incarnation: int
+    fingerprint: bytes
+    number: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Answer to a join. ``heartbeat_s`` is the directory's, whoever created it."""
+
+    ticket: Ticket
+    heartbeat_s: float
+
+
+class Reply(StrEnum):
+    """Answer to a publication."""
+
+    OK = "ok"
+    STALE = "stale"
+    """The directory does not know this ticket (any more): join again with a new epoch."""
+    RESEND = "resend"
+    """A publication is missing: clear, and send everything again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """One numbered change of what a member holds.
+
+    ``seq`` counts from 1 after a join. ``clear`` withdraws everything first, carries no keys, and
+    is accepted after a gap.
+    """
+
+    seq: int
+    added: bytes = b""
+    removed: bytes = b""
+    clear: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemberJoined:
+    number: int
+    info: MemberInfo
+
+
+@dataclass(frozen=True, slots=True)
+class MemberGone:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberCleared:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """``members`` (a set) now hold ``added`` and no longer hold ``removed``."""
+
+    members: int
+    added: bytes = b""
+    removed: bytes = b""
+
+
+Event = MemberJoined | MemberGone | MemberCleared | Delta
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """How far a member has read: log ``version``, and ``page`` while it still reads a snapshot."""
+
+    version: int
+    page: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Answer to a poll: events in order; ``reset`` means forget everything first."""
+
+    cursor: Cursor
+    events: tuple[Event, ...] = ()
+    reset: bool = False
+
+
+class Refused(StrEnum):
+    """Why a peer granted nothing, apart from not holding the first block."""
+
+    FINGERPRINT = "wrong fingerprint"
+    EPOCH = "stale epoch"
+    DRAINING = "draining"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGrant:
+    """``rows`` (see :func:`pack_rows`) of the leased prefix; no rows and lease 0 for a miss."""
+
+    lease_id: int
+    rows: bytes
+
+
+def pack_keys(keys: Iterable[bytes]) -> bytes:
+    """Concatenate keys for one message."""
+    return b"".join(keys)
+
+
+def unpack_keys(packed: bytes) -> list[bytes]:
+    """Split what :func:`pack_keys` made; ``ValueError`` on odd or oversized input."""
+    check_keys(packed)
+    return [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
+
+
+def check_keys(packed: bytes) -> int:
+    """Return the number of keys in ``packed``; ``ValueError`` if they cannot be keys."""
+    count, rest = divmod(len(packed), KEY_BYTES)
+    if rest:
+        raise ValueError(f"{len(packed)} bytes of keys are not a multiple of {KEY_BYTES}")
+    if count > MAX_KEYS:
+        raise ValueError(f"{count} keys in one message, at most {MAX_KEYS} are allowed")
+    return count
+
+
+def chunks(keys: Sequence[bytes], size: int = MAX_KEYS) -> Iterator[Sequence[bytes]]:
+    """Cut a sequence of keys into message-sized pieces."""
+    for start in range(0, len(keys), size):
+        yield keys[start : start + size]
+
+
+def pack_rows(rows: Iterable[Sequence[int]]) -> bytes:
+    """Pack rows as int64 triples; enum tiers would otherwise pickle one by one."""
+    return array("q", chain.from_iterable(rows)).tobytes()
+
+
+def unpack_rows(packed: bytes) -> list[Row]:
+    """Undo :func:`pack_rows`."""
+    return list(iter_unpack("=qqq", packed))
+
+
+def members_of(mask: int) -> Iterator[int]:
+    """Yield the member numbers in a set, smallest first."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low

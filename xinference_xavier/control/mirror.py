@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The local copy of the directory: which members are said to hold which block.
+
+Written by the control thread only, read by the engine thread without a lock: every read is one
+``dict.get``, which the interpreter makes atomic. What it says is a hint; the source decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from xinference_xavier.control.messages import unpack_keys
+
+DEFAULT_LIMIT_BYTES = 64 << 20
+
+ENTRY_BYTES = 92
+"""One entry in the worst case: a 32-byte int and 60 bytes of a table that has just doubled."""
+
+_STEP = 1024
+"""Entries touched between two chances for other threads: well under a millisecond."""
+
+_COMPACT = (1 << 60) - 1
+# An entry is found by 60 bits of the key's own hash rather than by the key: an int of 32 bytes
+# replaces a bytes object of 80, and vLLM's key objects have that hash cached. Two keys may share
+# an entry; the source then simply does not grant the false one.
+
+
+class Mirror:
+    """Bounded map from compact keys to member sets.
+
+    Beyond ``limit_bytes`` the entries learnt longest ago are dropped and ``overflowed`` is set:
+    from then on an unknown block may be known to the directory.
+    """
+
+    def __init__(self, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> None:
+        if limit_bytes < ENTRY_BYTES:
+            raise ValueError(f"limit_bytes={limit_bytes} holds no entry of {ENTRY_BYTES} bytes")
+        self.limit = limit_bytes // ENTRY_BYTES
+        self.overflowed = False
+        self._members: dict[int, int] = {}
+        # Small ints are shared by the interpreter, larger sets are shared here.
+        self._sets: dict[int, int] = {}
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    # -- engine thread -------------------------------------------------------------------------
+
+    def holders(self, key: bytes) -> int:
+        """Return the set of members said to hold ``key``."""
+        return self._members.get(hash(key) & _COMPACT, 0)
+
+    def longest(
+        self, keys: Sequence[bytes], start: int, usable_mask: int
+    ) -> tuple[int, int] | None:
+        """Find one usable member that holds the longest run of keys from ``start``.
+
+        Returns (member number, blocks), or None when no usable member holds ``keys[start]``.
+        Members that hold equally much take turns.
+        """
+        get = self._members.get
+        best = 0
+        alive = usable_mask
+        end = start
+        for position in range(start, len(keys)):
+            alive &= get(hash(keys[position]) & _COMPACT, 0)
+            if not alive:
+                break
+            best = alive
+            end = position + 1
+        if not best:
+            return None
+        if best & (best - 1):
+            self._turn += 1
+            for _ in range(self._turn % best.bit_count()):
+                best &= best - 1
+        return (best & -best).bit_length() - 1, end - start
+
+    # -- control thread ------------------------------------------------------------------------
+
+    def apply(self, members: int, added: bytes, removed: bytes) -> None:
+        """Record that ``members`` hold ``added`` and not ``removed`` (keys, concatenated)."""
+        for _ in self.applying(members, added, removed):
+            pass
+
+    def applying(self, members: int, added: bytes, removed: bytes) -> Iterator[None]:
+        """Do :meth:`apply` in short steps, yielding between them."""
+        table = self._members
+        for number, key in enumerate(unpack_keys(added), 1):
+            compact = hash(key) & _COMPACT
+            table[compact] = self._shared(table.get(compact, 0) | members)
+            if number % _STEP == 0:
+                yield
+        if len(table) > self.limit:
+            self._shed()
+        for number, key in enumerate(unpack_keys(removed), 1):
+            self._drop(hash(key) & _COMPACT, members)
+            if number % _STEP == 0:
+                yield
+
+    def remove_member(self, number: int) -> None:
+        """Forget everything that was said about one member."""
+        for _ in self.removing_member(number):
+            pass
+
+    def removing_member(self, number: int) -> Iterator[None]:
+        """Do :meth:`remove_member` in short steps, yielding between them.
+
+        Nothing else may be applied before the last step, lest the member's next life lose
+        entries to the sweep of its last.
+        """
+        for position, compact in enumerate(list(self._members), 1):
+            self._drop(compact, 1 << number)
+            if position % _STEP == 0:
+                yield
+        self._sets.clear()
+
+    def reset(self) -> None:
+        """Forget everything, for a snapshot from the directory."""
+        self._members.clear()
+        self._sets.clear()
+        self.overflowed = False
+
+    def _shared(self, members: int) -> int:
+        return self._sets.setdefault(members, members) if members > 256 else members
+
+    def _drop(self, compact: int, members: int) -> None:
+        before = self._members.get(compact, 0)
+        if before & members:
+            if rest := before & ~members:
+                self._members[compact] = self._shared(rest)
+            else:
+                del self._members[compact]
+
+    def _shed(self) -> None:
+        # A sixteenth at once: a dict finds its oldest entry by walking over the holes before it.
+        self.overflowed = True
+        surplus = len(self._members) - self.limit + self.limit // 16
+        for compact in list(islice(self._members, surplus)):
+            del self._members[compact]

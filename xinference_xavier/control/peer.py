@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source's side of a lease: an actor beside each scheduler side.
+
+It answers from the index alone and never needs a step of the engine, so an idle replica serves.
+Everything runs on the control thread but the hooks, which get a thread each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import xoscar as xo
+
+from xinference_xavier.control.actors import no_lock
+from xinference_xavier.control.messages import (
+    LeaseGrant,
+    Refused,
+    Timing,
+    pack_rows,
+    unpack_keys,
+)
+from xinference_xavier.store.records import StoreClosed
+from xinference_xavier.store.threads import start_thread
+
+if TYPE_CHECKING:
+    from xinference_xavier.store.index import SnapshotIndex
+    from xinference_xavier.transport.base import WorkerHandle
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+StatusHook = Callable[[], dict[str, Any]]
+ClearHook = Callable[[], dict[str, Any] | None]
+CloseHook = Callable[[float], dict[str, Any]]
+
+
+@dataclass(slots=True)
+class PeerState:
+    """What a replica puts into its peer. ``epochs`` are all that this process ever had.
+
+    A request that names an older epoch of this same process meets the same index and is served;
+    one that names an epoch of an earlier process at this address is not.
+    """
+
+    index: SnapshotIndex
+    fingerprint: bytes
+    workers: tuple[WorkerHandle, ...]
+    status_hook: StatusHook
+    clear_hook: ClearHook
+    close_hook: CloseHook
+    timing: Timing = field(default_factory=Timing)
+    epochs: set[int] = field(default_factory=set)
+
+
+class PeerActor(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
+    """Leases out blocks of this replica. All methods are lock-free."""
+
+    def __init__(self, state: PeerState) -> None:
+        super().__init__()
+        self._state = state
+        self._closing: asyncio.Task[dict[str, Any]] | None = None
+        self._reaper: asyncio.Task[None] | None = None
+        self.reap_failures = 0
+
+    async def __post_create__(self) -> None:
+        self._reaper = asyncio.create_task(self._reap())
+
+    async def __pre_destroy__(self) -> None:
+        if self._reaper is not None:
+            self._reaper.cancel()
+
+    @no_lock
+    async def introduce(self, fingerprint: bytes, epoch: int) -> tuple[WorkerHandle, ...] | Refused:
+        """Tell a member that just learnt of us how to reach our workers."""
+        return self._refusal(fingerprint, epoch) or self._state.workers
+
+    @no_lock
+    async def reserve(
+        self,
+        fingerprint: bytes,
+        epoch: int,
+        reader: str,
+        request: str,
+        keys: bytes,
+        duration_s: float,
+    ) -> LeaseGrant | Refused:
+        """Lease the longest prefix of ``keys`` that is here, for ``duration_s`` seconds."""
+        if refusal := self._refusal(fingerprint, epoch):
+            return refusal
+        try:
+            grant = self._state.index.acquire(
+                unpack_keys(keys),
+                reader=reader,
+                request=request,
+                now=time.monotonic(),
+                duration=min(duration_s, self._state.timing.heartbeat_s),
+            )
+        except StoreClosed:
+            return Refused.CLOSED
+        return LeaseGrant(grant.lease_id, pack_rows(grant.rows))
+
+    @no_lock
+    async def renew(self, epoch: int, leases: list[int], duration_s: float) -> list[bool]:
+        """Extend leases to ``duration_s`` seconds from now; False for those that have ended."""
+        if epoch not in self._state.epochs:
+            return [False] * len(leases)
+        now = time.monotonic()
+        duration = min(duration_s, self._state.timing.heartbeat_s)
+        try:
+            return [self._state.index.renew(lease, now=now, duration=duration) for lease in leases]
+        except StoreClosed:
+            return [False] * len(leases)
+
+    @no_lock
+    async def release(self, epoch: int, leases: list[int]) -> int:
+        """End leases; return how many had not ended before."""
+        if epoch not in self._state.epochs:
+            return 0
+        try:
+            return sum(self._state.index.release(lease) for lease in leases)
+        except StoreClosed:
+            return 0
+
+    @no_lock
+    async def describe(self) -> dict[str, Any]:
+        return await _in_thread(self._state.status_hook)
+
+    @no_lock
+    async def clear(self) -> dict[str, Any]:
+        """Empty this replica's tiers, as ``reset_cache`` does."""
+        return await _in_thread(self._state.clear_hook) or {}
+
+    @no_lock
+    async def close(self, deadline_s: float) -> dict[str, Any]:
+        """Close the store within ``deadline_s`` seconds and return its final counters.
+
+        Reservations are refused from the first call on. Later calls get the result of the first,
+        whatever became of its caller; only a close that failed is tried again.
+        """
+        if self._closing is None or _failed(self._closing):
+            hook = partial(self._state.close_hook, deadline_s)
+            self._closing = asyncio.create_task(_in_thread(hook))
+        return await asyncio.shield(self._closing)
+
+    def _refusal(self, fingerprint: bytes, epoch: int) -> Refused | None:
+        if fingerprint != self._state.fingerprint:
+            return Refused.FINGERPRINT
+        if epoch not in self._state.epochs:
+            return Refused.EPOCH
+        if self._closing is None:
+            return None
+        return Refused.CLOSED if self._closing.done() else Refused.DRAINING
+
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(self._state.timing.reap_s)
+            try:
+                self._state.index.reap(time.monotonic())
+            except StoreClosed:
+                return
+            except Exception:
+                # Leases that nobody ends would pin blocks for ever, so the reaper must survive
+                # whatever it meets.
+                self.reap_failures += 1
+                logger.exception("ending expired leases failed (%d times)", self.reap_failures)
+
+
+async def _in_thread(hook: Callable[[], T]) -> T:
+    """Run a hook on a daemon thread: one that hangs must not keep the process from ending."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(hook())
+        except BaseException as error:
+            # It belongs to whoever asked for the hook, and travels there.
+            outcome.set_exception(error)
+
+    start_thread(run, "xavier-hook")
+    return await asyncio.wrap_future(outcome)
+
+
+def _failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)

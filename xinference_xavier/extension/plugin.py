@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The object that Xinference talks to, in its API, supervisor and worker processes."""
+
+from __future__ import annotations
+
+from collections import deque
+from importlib.metadata import version
+from typing import Any, Final
+
+from xinference_xavier import __version__
+from xinference_xavier.extension.api import add_routes
+from xinference_xavier.extension.names import FINAL_REPORTS, NAME, RECORD_FINAL
+from xinference_xavier.extension.registration import register_model_classes
+from xinference_xavier.features import check_version
+
+MOST_REPORTS: Final = 64
+
+
+class UnsupportedVersion(RuntimeError):
+    """Xinference or xoscar is not one that this package was checked with."""
+
+
+class XavierExtension:
+    """Hooks of Xinference's extension interface, version 1. Each hook returns at once."""
+
+    name = NAME
+    api_version = 1
+
+    def __init__(self) -> None:
+        for distribution in ("xinference", "xoscar"):
+            if problem := check_version(distribution, version(distribution)):
+                raise UnsupportedVersion(problem)
+        register_model_classes()
+        self._final: deque[dict[str, Any]] = deque(maxlen=MOST_REPORTS)
+
+    def configure_api(self, context: Any) -> None:
+        """Put our routes before the stock ones. API process, at its start."""
+        add_routes(context)
+
+    def worker_metadata(self) -> dict[str, str]:
+        """Return what the supervisor knows of this worker. Worker process."""
+        return {"version": __version__}
+
+    def filter_worker_resources(
+        self, worker: dict[str, Any], workers: list[dict[str, Any]]
+    ) -> list[int]:
+        """Return the worker's devices as they are. Supervisor process."""
+        devices: list[int] = worker["gpu_devices"]
+        return devices
+
+    def control_operation(self, operation: str, payload: dict[str, Any]) -> Any:
+        """Keep or return the final counters of closed replicas. Supervisor process.
+
+        They live as long as the supervisor, the newest :data:`MOST_REPORTS` of them.
+        """
+        if operation == RECORD_FINAL:
+            self._final.append(payload)
+            return None
+        if operation == FINAL_REPORTS:
+            uid = payload["model_uid"]
+            return [report for report in self._final if report["model_uid"] == uid]
+        raise ValueError(f"{NAME} has no operation {operation!r}")

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replica's place in its group: where the directory is, who the others are, how to leave.
+
+Coroutines for the event loop of the replica's actor process. Each of them ends within the
+deadline that it is given, whatever the other side does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, Final
+
+import xoscar as xo
+
+from xinference_xavier.control.client import directory_members, peer_call
+from xinference_xavier.extension.names import NAME, RECORD_FINAL, SUPERVISOR_UID, WORKER_UID
+from xinference_xavier.options import Deployment
+
+WILDCARDS: Final = ("0.0.0.0", "::", "[::]", "")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a replica runs: addresses ("host:port") of its supervisor and its worker."""
+
+    supervisor: str
+    worker: str
+    replicas: int
+    """How many replicas the model was launched with."""
+
+    def deployment(self, model_uid: str, replica_uid: str) -> Deployment:
+        """Return the replica's place in terms of the connector's extra config.
+
+        The worker's own address is what its operator chose for others to reach this host by; a
+        wildcard there says nothing (R11), and the connector then takes the route's address.
+        """
+        host = self.worker.rpartition(":")[0]
+        return Deployment(
+            xavier_directory=self.supervisor,
+            xavier_namespace=model_uid,
+            xavier_member=replica_uid,
+            xavier_host=None if host in WILDCARDS else host,
+        )
+
+
+async def find_placement(address: str, model_uid: str, replica_uid: str) -> Placement:
+    """Ask the replica's own actor at ``address`` for its worker, and that for the supervisor."""
+    replica = await xo.actor_ref(address=address, uid=replica_uid)
+    worker_address = (await replica.get_worker_binding())["address"]
+    worker = await xo.actor_ref(address=worker_address, uid=WORKER_UID)
+    supervisor = await worker.get_supervisor_ref(add_worker=False)
+    infos = await supervisor.get_instance_info(None, model_uid)
+    replicas = max((int(info["replica"]) for info in infos), default=1)
+    return Placement(supervisor.address, worker_address, replicas)
+
+
+async def describe(deployment: Deployment, timeout_s: float) -> dict[str, Any]:
+    """Return what the replica's peer says about itself. Raises LookupError without a peer."""
+    return await peer_call(await _own_peer(deployment, timeout_s), "describe", timeout_s=timeout_s)
+
+
+async def leave(deployment: Deployment, timeout_s: float) -> dict[str, Any]:
+    """Close the replica's store within ``timeout_s`` seconds and return its final counters.
+
+    A quarter of the time is for finding the peer and for the way there and back. Raises
+    LookupError when the replica is not in the directory.
+    """
+    address = await _own_peer(deployment, timeout_s / 8)
+    drain_s = timeout_s * 3 / 4
+    return await peer_call(address, "close", drain_s, timeout_s=drain_s + timeout_s / 8)
+
+
+async def report_final(deployment: Deployment, report: dict[str, Any], timeout_s: float) -> None:
+    """Leave a closed replica's counters with the extension in the supervisor's process."""
+
+    async def call() -> None:
+        supervisor = await xo.actor_ref(address=deployment.xavier_directory, uid=SUPERVISOR_UID)
+        await supervisor.call_extension(NAME, RECORD_FINAL, report)
+
+    await asyncio.wait_for(call(), timeout_s)
+
+
+async def _own_peer(deployment: Deployment, timeout_s: float) -> str:
+    address, namespace = deployment.xavier_directory, deployment.xavier_namespace
+    if address is None:
+        raise LookupError("this replica has no directory")
+    for _, _, member in await directory_members(address, namespace, timeout_s=timeout_s):
+        if member.name == deployment.xavier_member:
+            return member.address
+    raise LookupError(f"{deployment.xavier_member} is not in the directory of {namespace}")

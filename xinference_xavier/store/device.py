@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between KV blocks and slots, in batches.
+
+A :class:`Device` is bound to one KV cache. The CPU one copies with numpy and not with torch:
+numpy works in the calling thread and releases the interpreter lock during a copy, where torch's
+index operations would start an OpenMP team of their own beside the one that vLLM pins.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numpy.lib.stride_tricks import as_strided
+
+from xinference_xavier.layout import BlockLayout
+
+IntArray = npt.NDArray[np.int64]
+_Array = npt.NDArray[Any]
+
+
+class Device(Protocol):
+    """Moves whole blocks. ``data`` tensors are uint8 ``[slots, slot_bytes]``, rows contiguous.
+
+    Index arrays of one call have equal lengths and were checked by the caller. A call may return
+    before its copies are done; :meth:`fence` waits for those of the calling thread. Destinations
+    of one call must not repeat. Callable from several threads at once.
+    """
+
+    def gather(self, block_ids: IntArray, data: torch.Tensor, slots: IntArray) -> None:
+        """Pack KV blocks into slots."""
+
+    def scatter(self, data: torch.Tensor, slots: IntArray, block_ids: IntArray) -> None:
+        """Unpack slots, of our own arena or a mapped one, into KV blocks."""
+
+    def move(
+        self, source: torch.Tensor, source_slots: IntArray, target: torch.Tensor, slots: IntArray
+    ) -> None:
+        """Copy packed slots between two arenas."""
+
+    def fence(self) -> None:
+        """Return when every copy that this thread has started is complete."""
+
+
+class _Band:
+    """Consecutive spans whose rows are evenly spaced in memory: one strided array for all.
+
+    ``blocks`` is ``[num_blocks, spans, words]`` over the KV cache. vLLM allocates its layers one
+    after the other with equal sizes, so that a few bands, often a single one, cover all layers
+    and a block is one strided copy instead of one per layer.
+    """
+
+    def __init__(self, views: Sequence[torch.Tensor], offset: int) -> None:
+        first = views[0].numpy()
+        self._offset = offset
+        self._nbytes = sum(view.shape[1] for view in views)
+        pitch = views[1].data_ptr() - views[0].data_ptr() if len(views) > 1 else 0
+        row, nbytes = views[0].stride(0), views[0].shape[1]
+        # The widest word that every row, step and place in the slot is a multiple of.
+        grain = math.gcd(views[0].data_ptr(), pitch, row, nbytes, offset, 8)
+        self._dtype: np.dtype[Any] = np.dtype(f"u{grain}")
+        words = nbytes // self._dtype.itemsize
+        self.blocks: _Array = as_strided(
+            first.view(self._dtype),
+            shape=(len(first), len(views), words),
+            strides=(row, pitch, self._dtype.itemsize),
+        )
+
+    def slots(self, data: _Array) -> _Array:
+        """Return this band's part of all slots, ``[slots, spans, words]``, sharing memory."""
+        part = data[:, self._offset : self._offset + self._nbytes]
+        return part.view(self._dtype).reshape(len(data), *self.blocks.shape[1:])
+
+
+class CpuDevice:
+    """The :class:`Device` of a KV cache in host memory. Copies are done when a call returns."""
+
+    def __init__(self, layout: BlockLayout, views: Sequence[torch.Tensor]) -> None:
+        """Bind to a KV cache: layout and views as ``layout.probe_layout`` gives them."""
+        # Bands address memory by strides, across tensors: the views must outlive them.
+        self._views = tuple(views)
+        self._bands = [
+            _Band([self._views[i] for i in group], layout.spans[group[0]].offset)
+            for group in _bands(self._views)
+        ]
+
+    def gather(self, block_ids: IntArray, data: torch.Tensor, slots: IntArray) -> None:
+        """See :class:`Device`."""
+        array = data.numpy()
+        spans = list(runs(block_ids, slots))
+        for band in self._bands:
+            packed = band.slots(array)
+            for block, slot, n in spans:
+                packed[slot : slot + n] = band.blocks[block : block + n]
+
+    def scatter(self, data: torch.Tensor, slots: IntArray, block_ids: IntArray) -> None:
+        """See :class:`Device`."""
+        array = data.numpy()
+        spans = list(runs(block_ids, slots))
+        for band in self._bands:
+            packed = band.slots(array)
+            for block, slot, n in spans:
+                band.blocks[block : block + n] = packed[slot : slot + n]
+
+    def move(
+        self, source: torch.Tensor, source_slots: IntArray, target: torch.Tensor, slots: IntArray
+    ) -> None:
+        """See :class:`Device`."""
+        from_array, to_array = source.numpy().view(np.uint64), target.numpy().view(np.uint64)
+        for start, slot, n in runs(source_slots, slots):
+            to_array[slot : slot + n] = from_array[start : start + n]
+
+    def fence(self) -> None:
+        """See :class:`Device`."""
+
+
+def runs(a: IntArray, b: IntArray) -> Iterator[tuple[int, int, int]]:
+    """Yield (first of a, first of b, length) of the runs in which both count up by one."""
+    if len(a) == 0:
+        return
+    if len(a) == 1:
+        yield int(a[0]), int(b[0]), 1
+        return
+    breaks = np.flatnonzero((np.diff(a) != 1) | (np.diff(b) != 1)) + 1
+    bounds = [0, *breaks.tolist(), len(a)]
+    for start, stop in itertools.pairwise(bounds):
+        yield int(a[start]), int(b[start]), stop - start
+
+
+def _bands(views: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Group consecutive views of equal shape, stride and spacing."""
+    groups: list[list[int]] = []
+    pitch: int | None = None
+    for i, view in enumerate(views):
+        if groups:
+            last = views[groups[-1][-1]]
+            step = view.data_ptr() - last.data_ptr()
+            same = view.shape == last.shape and view.stride(0) == last.stride(0)
+            if same and pitch in (None, step):
+                groups[-1].append(i)
+                pitch = step
+                continue
+        groups.append([i])
+        pitch = None
+    return groups

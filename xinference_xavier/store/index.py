@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The snapshot index: which block is in which slot, in what order, leased by whom.
+
+Pure bookkeeping of one replica, on its scheduler side: no bytes, no torch, no sockets, and no
+clock (times are floats of the caller's monotonic clock, in seconds). The engine's thread, the
+peer's thread and the reaper share it; every public method takes one lock, and nothing waits,
+logs or calls back under it. The engine's thread passes ``wait=False`` where it looks up, and
+gets None ("ask again") while another thread is inside.
+
+A block is written by a job: :meth:`SnapshotIndex.admit` plans it, a worker runs it, and
+:meth:`SnapshotIndex.commit` makes what succeeded visible. What readers have leased neither moves
+nor goes until the lease ends.
+
+Orders: within one call, earlier keys end up more recently used than later ones, so that a prefix
+outlives its suffix, which is useless without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, overload
+
+from xinference_xavier.store import audit
+from xinference_xavier.store.jobs import Tier
+from xinference_xavier.store.leases import LeaseBook
+from xinference_xavier.store.placement import Placement
+from xinference_xavier.store.records import (
+    KEY_BYTES,
+    Admission,
+    Changes,
+    Counters,
+    FinalCounters,
+    Grant,
+    InvariantError,
+    Row,
+    SkipReason,
+    StoreClosed,
+    Totals,
+)
+from xinference_xavier.store.slots import READY, SlotTable
+
+__all__ = [
+    "KEY_BYTES",
+    "Admission",
+    "Changes",
+    "Counters",
+    "FinalCounters",
+    "Grant",
+    "InvariantError",
+    "Row",
+    "SkipReason",
+    "SnapshotIndex",
+    "StoreClosed",
+    "Totals",
+]
+
+REAP_BLOCKS = 512
+"""One ``reap`` stops after the lease that brings it to this many blocks."""
+
+
+class SnapshotIndex:
+    """The bookkeeping of both tiers of one replica.
+
+    ``device_slots`` and ``host_slots`` are the slots of the arenas; ``spare_slots`` of the host
+    slots are kept for blocks that arrive while the tier is full, so that tier holds at most
+    ``host_slots - spare_slots`` blocks. Either tier, or both, may be empty. One reader may lease
+    at most ``reader_share`` of a tier's capacity, but at least one block.
+
+    Every method but :meth:`close` raises :class:`StoreClosed` after :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        *,
+        device_slots: int,
+        host_slots: int,
+        spare_slots: int,
+        reader_share: float = 0.25,
+    ) -> None:
+        if device_slots < 0 or host_slots < 0:
+            raise ValueError(f"slots are {device_slots} and {host_slots}, must not be negative")
+        if not 0 <= spare_slots <= host_slots:
+            raise ValueError(f"spare_slots is {spare_slots}, must be in [0, {host_slots}]")
+        self._lock = threading.Lock()
+        self._capacities = (device_slots, host_slots - spare_slots)
+        self._table = SlotTable(device_slots, host_slots)
+        self._book = LeaseBook(self._capacities, reader_share)
+        self._totals = Totals()
+        self._placement = Placement(self._table, self._capacities, self._totals)
+        self._epoch = 0
+        self._final: FinalCounters | None = None
+
+    # Writing: the plan and its outcome.
+
+    @overload
+    def admit(
+        self, blocks: Sequence[tuple[bytes, int]], *, wait: Literal[True] = True
+    ) -> Admission: ...
+    @overload
+    def admit(self, blocks: Sequence[tuple[bytes, int]], *, wait: bool) -> Admission | None: ...
+    def admit(self, blocks: Sequence[tuple[bytes, int]], *, wait: bool = True) -> Admission | None:
+        """Find a place for a batch of new blocks, given as (key, vLLM block id).
+
+        For each block: a free device slot; else the least recently used device block that is not
+        leased makes room, by a demotion, or at once without a copy where the host tier cannot
+        take it; else a place in the host tier; else it is skipped. Blocks that are held or being
+        written are only used again; none of them makes room for others of its own batch.
+
+        Raises ValueError, with nothing changed, for a key that is not 32 bytes or a negative
+        block id. Returns None if ``wait`` is False and the index is busy.
+        """
+        for key, block_id in blocks:
+            if len(key) != KEY_BYTES:
+                raise ValueError(f"block {block_id} has a key of {len(key)} bytes, not {KEY_BYTES}")
+            if block_id < 0:
+                raise ValueError(f"block id is {block_id}, must not be negative")
+        if not self._enter(wait):
+            return None
+        try:
+            return self._placement.plan(blocks, self._epoch)
+        finally:
+            self._lock.release()
+
+    def commit(
+        self,
+        job_id: int,
+        *,
+        failed_demotions: Collection[int] = (),
+        failed_stores: Collection[int] = (),
+        discard: bool = False,
+    ) -> Changes:
+        """Make visible what a job achieved, once every rank has reported it.
+
+        The failed entries are indices into the admission's ``demotions`` and ``stores``; a store
+        whose demotion failed counts as failed. ``discard`` fails all stores (their prefix turned
+        out invalid) and keeps the demotions. A job from before a ``clear()`` only frees its slots.
+        Raises ValueError, with nothing changed, for a job that is unknown or committed already,
+        and for an index that the job does not have.
+        """
+        with self._locked():
+            return self._placement.finish(
+                job_id, self._epoch, frozenset(failed_demotions), frozenset(failed_stores), discard
+            )
+
+    # Reading: lookups and leases.
+
+    @overload
+    def match(
+        self, keys: Sequence[bytes], start: int = 0, *, wait: Literal[True] = True
+    ) -> int: ...
+    @overload
+    def match(self, keys: Sequence[bytes], start: int = 0, *, wait: bool) -> int | None: ...
+    def match(self, keys: Sequence[bytes], start: int = 0, *, wait: bool = True) -> int | None:
+        """Number of consecutive keys from ``keys[start]`` on that readers can get.
+
+        A hint, which changes no order. Returns None if ``wait`` is False and the index is busy.
+        """
+        if not self._enter(wait):
+            return None
+        try:
+            get, state = self._table.where.get, self._table.state
+            for position in range(start, len(keys)):
+                slot = get(keys[position])
+                if slot is None or state[slot] != READY:
+                    return position - start
+            return max(0, len(keys) - start)
+        finally:
+            self._lock.release()
+
+    @overload
+    def acquire(
+        self,
+        keys: Sequence[bytes],
+        *,
+        reader: str | None,
+        request: str,
+        now: float,
+        duration: float,
+        wait: Literal[True] = True,
+    ) -> Grant: ...
+    @overload
+    def acquire(
+        self,
+        keys: Sequence[bytes],
+        *,
+        reader: str | None,
+        request: str,
+        now: float,
+        duration: float,
+        wait: bool,
+    ) -> Grant | None: ...
+    def acquire(
+        self,
+        keys: Sequence[bytes],
+        *,
+        reader: str | None,
+        request: str,
+        now: float,
+        duration: float,
+        wait: bool = True,
+    ) -> Grant | None:
+        """Lease the longest prefix of ``keys`` that readers can get, for ``duration`` seconds.
+
+        ``reader`` is the peer (with its epoch), or None for the replica itself, to which no
+        share applies. When the lease ends, its blocks become the most recently used ones.
+        Returns None if ``wait`` is False and the index is busy.
+        """
+        if duration <= 0:
+            raise ValueError(f"duration is {duration} s, must be positive")
+        if not self._enter(wait):
+            return None
+        try:
+            return self._acquire(keys, reader, request, now, now + duration)
+        finally:
+            self._lock.release()
+
+    def renew(self, lease_id: int, *, now: float, duration: float) -> bool:
+        """Let the lease last ``duration`` seconds from ``now``, never shorter than before.
+
+        False when it has ended: then the blocks may be gone.
+        """
+        if duration <= 0:
+            raise ValueError(f"duration is {duration} s, must be positive")
+        with self._locked():
+            return self._book.renew(lease_id, now + duration)
+
+    def release(self, lease_id: int) -> bool:
+        """End a lease. False, and counted, when it had ended already; 0 is no lease."""
+        with self._locked():
+            if lease_id == 0:
+                return False
+            lease = self._book.end(lease_id)
+            if lease is None:
+                self._totals.double_releases += 1
+                return False
+            self._table.unhold(lease.slots[::-1], zombie=lease.epoch != self._epoch)
+            return True
+
+    def reap(self, now: float) -> int:
+        """End leases that have run out; returns how many.
+
+        Bounded work: it stops after some hundred blocks, and the next call goes on.
+        """
+        ended = blocks = 0
+        with self._locked():
+            while blocks < REAP_BLOCKS:
+                lease = self._book.end_next_expired(now)
+                if lease is None:
+                    break
+                self._table.unhold(lease.slots[::-1], zombie=lease.epoch != self._epoch)
+                ended += 1
+                blocks += len(lease.slots)
+            self._totals.reaped += ended
+        return ended
+
+    def snapshot(self, cursor: int = 0, limit: int = 256) -> tuple[list[bytes], int | None]:
+        """The keys that readers can get in the ``limit`` slots from ``cursor`` on.
+
+        Returns them with the cursor of the next call, None after the last slot. What changes
+        between two calls is missing or contained; the deltas of those changes tell.
+        """
+        if cursor < 0 or limit < 1:
+            raise ValueError(f"cursor is {cursor} and limit {limit}, must be >= 0 and >= 1")
+        with self._locked():
+            table = self._table
+            end = min(cursor + limit, table.slots)
+            keys = [
+                key
+                for slot in range(cursor, end)
+                if table.is_visible(slot) and (key := table.keys[slot]) is not None
+            ]
+            return keys, end if end < table.slots else None
+
+    # The whole store.
+
+    def clear(self) -> int:
+        """Take all blocks from readers at once; returns the new content epoch.
+
+        Slots that are leased become free when their leases end, slots that are written when
+        their jobs are committed, and nothing of those is ever visible again. The caller
+        withdraws the keys from the directory.
+        """
+        with self._locked():
+            old = self._table.clear()
+            self._epoch += 1
+            epoch = self._epoch
+        # Millions of keys take a while to destroy: not while others wait for the lock.
+        del old
+        return epoch
+
+    def counters(self) -> Counters:
+        """The index at this instant."""
+        with self._locked():
+            return self._counters()
+
+    def close(self) -> FinalCounters:
+        """Forget everything: orders, keys, leases, jobs. Idempotent, returns the same each time."""
+        with self._lock:
+            if self._final is not None:
+                return self._final
+            reached = self._counters()
+            old = self._table, self._book, self._placement
+            self._table = table = SlotTable(0, 0)
+            self._book = LeaseBook((0, 0), reader_share=1.0)
+            self._placement = Placement(table, (0, 0), self._totals)
+            final = self._final = FinalCounters(
+                device_lru=table.order.sizes[Tier.DEVICE],
+                host_lru=table.order.sizes[Tier.HOST],
+                global_lru=table.recency.sizes[0],
+                keys=len(table.where),
+                leases=len(self._book),
+                staging=table.staging,
+                demoting=table.arriving,
+                reached=reached,
+            )
+        del old
+        return final
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` when the bookkeeping contradicts itself.
+
+        Looks at every slot under the lock: for tests and for a diagnosis.
+        """
+        with self._locked():
+            found = audit.contradiction(
+                self._table,
+                self._book,
+                host_capacity=self._capacities[Tier.HOST],
+                epoch=self._epoch,
+                jobs={
+                    job_id: (
+                        job.epoch,
+                        [slot for slot, _ in job.stores],
+                        [target for _, target, _ in job.demotions],
+                    )
+                    for job_id, job in self._placement.jobs.items()
+                },
+            )
+        if found is not None:
+            raise InvariantError(found)
+
+    # Inner parts, all under the lock.
+
+    def _enter(self, wait: bool) -> bool:
+        """Take the lock of an open store; False, without it, when it is busy and ``wait`` is not.
+
+        Spelt out with ``try`` and ``release`` in what the engine's thread calls per request.
+        """
+        if not self._lock.acquire(blocking=wait):
+            return False
+        if self._final is not None:
+            self._lock.release()
+            raise StoreClosed("the snapshot store is closed")
+        return True
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self._enter(wait=True)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _acquire(
+        self, keys: Sequence[bytes], reader: str | None, request: str, now: float, expires: float
+    ) -> Grant:
+        table = self._table
+        slots = self._ready_prefix(keys)
+        allowed = self._within_share(slots, reader)
+        if allowed < len(slots):
+            self._totals.share_cuts += 1
+            del slots[allowed:]
+        if not slots:
+            return Grant(0, [], now)
+        table.hold(slots)
+        self._totals.granted += len(slots)
+        border, generation = table.device_slots, table.generation
+        device, host = Tier.DEVICE, Tier.HOST
+        rows: list[Row] = [
+            (device, slot, generation[slot])
+            if slot < border
+            else (host, slot - border, generation[slot])
+            for slot in slots
+        ]
+        on_device = sum(slot < border for slot in slots)
+        lease = self._book.open(
+            slots,
+            (on_device, len(slots) - on_device),
+            reader=reader,
+            request=request,
+            expires=expires,
+            epoch=self._epoch,
+        )
+        return Grant(lease.lease_id, rows, expires)
+
+    def _ready_prefix(self, keys: Sequence[bytes]) -> list[int]:
+        get, state = self._table.where.get, self._table.state
+        slots = []
+        for key in keys:
+            slot = get(key)
+            if slot is None or state[slot] != READY:
+                break
+            slots.append(slot)
+        return slots
+
+    def _within_share(self, slots: Sequence[int], reader: str | None) -> int:
+        """How many of ``slots``, from the first on, ``reader`` may lease."""
+        if reader is None:
+            return len(slots)
+        left = list(self._book.allowance(reader))
+        for position, slot in enumerate(slots):
+            tier = self._table.tier(slot)
+            left[tier] -= 1
+            if left[tier] < 0:
+                return position
+        return len(slots)
+
+    def _counters(self) -> Counters:
+        table = self._table
+        return Counters(
+            epoch=self._epoch,
+            device_blocks=table.ready(Tier.DEVICE),
+            host_blocks=table.ready(Tier.HOST),
+            device_free=table.free(Tier.DEVICE),
+            host_free=table.free(Tier.HOST),
+            staging=table.staging,
+            demoting=table.arriving,
+            zombies=sum(table.zombies),
+            leased_blocks=sum(table.leased),
+            leases=len(self._book),
+            jobs=len(self._placement.jobs),
+            skips=dict(self._placement.skips),
+            totals=dataclasses.replace(self._totals),
+        )

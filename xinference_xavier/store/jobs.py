@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The jobs that cross from the scheduler side to the workers, and their results.
+
+A job says which bytes to move; it never says why. The scheduler side makes it from the index's
+plan, ships it in the step's connector metadata, and changes what readers can see only when every
+rank has reported the job (DESIGN 3, "Policy apart from bytes"). All tables are int64 arrays of
+fixed columns, so that a step's metadata pickles to a few hundred bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+IntTable = npt.NDArray[np.int64]
+
+OWN_STORE = 0
+"""``LoadSegment.member`` of the replica's own tiers; directory member numbers start at 1."""
+
+
+class Tier(IntEnum):
+    """Where a slot lives. On a CPU-only host the device tier is host memory too."""
+
+    DEVICE = 0
+    HOST = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob:
+    """Demotions, then stores, of one batch of new blocks.
+
+    ``demotions`` is int64 ``[D, 3]``: device slot, host slot, generation of the host slot.
+    ``stores`` is int64 ``[S, 5]``: vLLM block id, tier, slot, generation, and ``after``: the row
+    of ``demotions`` that must have succeeded first, or -1. A store whose demotion failed is not
+    run and is reported failed.
+    """
+
+    job_id: int
+    demotions: IntTable
+    stores: IntTable
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSegment:
+    """Blocks of one source: ``rows`` is int64 ``[N, 4]``: tier, slot, generation, vLLM block id."""
+
+    member: int
+    rows: IntTable
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """One request's load: segments in prefix order, at most ``timeout_s`` seconds in all."""
+
+    job_id: int
+    request_id: str
+    segments: tuple[LoadSegment, ...]
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class StoreResult:
+    """Outcome of a :class:`StoreJob` on one rank: the failed rows of each table."""
+
+    job_id: int
+    failed_demotions: set[int] = field(default_factory=set)
+    failed_stores: set[int] = field(default_factory=set)
+    reason: str | None = None
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class SegmentResult:
+    """Outcome of one segment: failed rows with one reason, and what it cost."""
+
+    member: int
+    transport: str
+    failed_rows: set[int] = field(default_factory=set)
+    reason: str | None = None
+    nbytes: int = 0
+    seconds: float = 0.0
+    verified_blocks: int = 0
+
+
+@dataclass(slots=True)
+class LoadResult:
+    """Outcome of a :class:`LoadJob` on one rank, made when nothing of it can write any more."""
+
+    job_id: int
+    request_id: str
+    segments: list[SegmentResult] = field(default_factory=list)
+    seconds: float = 0.0

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who leases which slots until when. Time is passed in; locking is the owner's."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xinference_xavier.store.jobs import Tier
+
+_IDLE_ENTRIES = 64
+"""Deadlines of ended leases that may pile up before the heap is rebuilt."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """``slots`` are the index's slot numbers in key order; ``blocks`` counts them per tier.
+
+    ``reader`` is None for the replica itself. ``epoch`` is the content epoch it was given in.
+    """
+
+    lease_id: int
+    reader: str | None
+    request: str
+    slots: list[int]
+    blocks: tuple[int, int]
+    expires: float
+    epoch: int
+
+
+class LeaseBook:
+    """All live leases, and each reader's share of each tier.
+
+    ``reader_share`` is the part of a tier's capacity, in (0, 1], that one reader may lease, and
+    at least one block of a tier that has any.
+    """
+
+    def __init__(self, capacities: tuple[int, int], reader_share: float) -> None:
+        if not 0 < reader_share <= 1:
+            raise ValueError(f"reader_share is {reader_share}, must be in (0, 1]")
+        self._limits = [max(1, math.floor(capacity * reader_share)) for capacity in capacities]
+        self._leases: dict[int, Lease] = {}
+        self._shares: dict[str, list[int]] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._last_id = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def live(self) -> list[Lease]:
+        """All leases that have not ended."""
+        return list(self._leases.values())
+
+    def allowance(self, reader: str | None) -> tuple[float, float]:
+        """How many more blocks of each tier ``reader`` may lease; no limit for the replica."""
+        if reader is None:
+            return (math.inf, math.inf)
+        used = self._shares.get(reader, (0, 0))
+        device, host = (limit - have for limit, have in zip(self._limits, used, strict=True))
+        return (device, host)
+
+    def open(
+        self,
+        slots: Sequence[int],
+        blocks: tuple[int, int],
+        *,
+        reader: str | None,
+        request: str,
+        expires: float,
+        epoch: int,
+    ) -> Lease:
+        """Enter a new lease."""
+        self._last_id += 1
+        lease = Lease(self._last_id, reader, request, list(slots), blocks, expires, epoch)
+        self._leases[lease.lease_id] = lease
+        heapq.heappush(self._deadlines, (expires, lease.lease_id))
+        if reader is not None:
+            share = self._shares.setdefault(reader, [0, 0])
+            for tier in Tier:
+                share[tier] += blocks[tier]
+        return lease
+
+    def renew(self, lease_id: int, expires: float) -> bool:
+        """Let the lease end no earlier than ``expires``; False when it has ended."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return False
+        lease.expires = max(lease.expires, expires)
+        return True
+
+    def end(self, lease_id: int) -> Lease | None:
+        """Take the lease out; None when it had ended already."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is None:
+            return None
+        if lease.reader is not None:
+            share = self._shares[lease.reader]
+            for tier in Tier:
+                share[tier] -= lease.blocks[tier]
+            if not any(share):
+                del self._shares[lease.reader]
+        if len(self._deadlines) > 2 * len(self._leases) + _IDLE_ENTRIES:
+            self._deadlines = [(live.expires, live.lease_id) for live in self._leases.values()]
+            heapq.heapify(self._deadlines)
+        return lease
+
+    def end_next_expired(self, now: float) -> Lease | None:
+        """End the lease that ran out first, at or before ``now``; None when there is none.
+
+        A deadline is entered once per lease; where renewals have moved it, it is entered again
+        when its first turn comes.
+        """
+        while self._deadlines and self._deadlines[0][0] <= now:
+            lease = self._leases.get(self._deadlines[0][1])
+            if lease is not None and lease.expires > now:
+                heapq.heapreplace(self._deadlines, (lease.expires, lease.lease_id))
+                continue
+            heapq.heappop(self._deadlines)
+            if lease is not None:
+                return self.end(lease.lease_id)
+        return None
+
+    def contradiction(self) -> str | None:
+        """What is wrong with the book, or None."""
+        shares: dict[str, list[int]] = {}
+        for lease in self._leases.values():
+            if sum(lease.blocks) != len(lease.slots) or not lease.slots:
+                return (
+                    f"lease {lease.lease_id} of request {lease.request!r} counts {lease.blocks} "
+                    f"for {len(lease.slots)} slots"
+                )
+            if lease.reader is not None:
+                share = shares.setdefault(lease.reader, [0, 0])
+                for tier in Tier:
+                    share[tier] += lease.blocks[tier]
+        if shares != self._shares:
+            return f"the leases add up to the shares {shares}, the book has {self._shares}"
+        for reader, share in shares.items():
+            if any(have > limit for have, limit in zip(share, self._limits, strict=True)):
+                return f"reader {reader!r} leases {share}, more than its share {self._limits}"
+        without = set(self._leases) - {lease_id for _, lease_id in self._deadlines}
+        return f"leases {sorted(without)} have no deadline" if without else None

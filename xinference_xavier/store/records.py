@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the snapshot index takes and gives: plain values, no behaviour.
+
+A key is the 32-byte hash of one block; a slot is a number within its tier, from 0; a generation
+is a positive int that names one content of one slot and is never used twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from xinference_xavier.store.jobs import Tier
+
+KEY_BYTES = 32
+
+Row: TypeAlias = tuple[Tier, int, int]
+"""Tier, slot, generation of one leased block."""
+
+
+class StoreClosed(RuntimeError):
+    """The store was closed; it does not come back."""
+
+
+class InvariantError(RuntimeError):
+    """The index's bookkeeping contradicts itself; the text names the first contradiction."""
+
+
+class SkipReason(str, Enum):
+    """Why a new block found no place."""
+
+    NO_TIER = "no_tier"
+    """Neither tier has room for a single block."""
+    DEVICE_BUSY = "device_busy"
+    """No device block may go now, and the host tier has no capacity."""
+    HOST_LEASED = "host_leased"
+    """No device block may go now, and the host tier is full of leased blocks."""
+    HOST_BUSY = "host_busy"
+    """No device block may go now, and copies in flight occupy every free host slot."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The plan for one batch of new blocks.
+
+    ``demotions`` are (device slot, host slot, generation of the host slot). ``stores`` are
+    (vLLM block id, tier, slot, generation, after), where ``after`` is the index of the demotion
+    that must have succeeded first, or -1; ``keys`` has one key per store. ``held`` are indices
+    into the batch of the blocks that need no copy, ``skipped`` counts the blocks that found no
+    place, ``removed`` are keys that readers can no longer get. ``job_id`` is to be committed
+    exactly once; it is 0 when there is nothing to store, and then nothing is to be committed.
+    """
+
+    job_id: int
+    demotions: list[tuple[int, int, int]]
+    stores: list[tuple[int, Tier, int, int, int]]
+    keys: list[bytes]
+    held: list[int]
+    skipped: dict[SkipReason, int]
+    removed: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Keys that readers can newly get, and keys that they no longer can. Never in both."""
+
+    added: list[bytes]
+    removed: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A lease on the blocks in ``rows``, in key order, until ``expires`` on the source's clock.
+
+    With no rows there is no lease, and ``lease_id`` is 0.
+    """
+
+    lease_id: int
+    rows: list[Row]
+    expires: float
+
+
+@dataclass(slots=True)
+class Totals:
+    """What happened since the index was made. Only ever grows."""
+
+    admitted: int = 0
+    """Blocks published by a commit."""
+    held: int = 0
+    """Blocks of batches that were held already, or twice in one batch."""
+    demotions: int = 0
+    """Blocks moved from the device tier to the host tier."""
+    evictions: int = 0
+    """Host blocks that made room for an arriving block."""
+    drops: int = 0
+    """Device blocks that were dropped without a copy to make room."""
+    arrival_drops: int = 0
+    """Copied blocks that found every host block leased (or reported held) when they arrived."""
+    failed_stores: int = 0
+    """Blocks whose copy failed, or whose demotion did."""
+    failed_demotions: int = 0
+    discarded: int = 0
+    """Blocks copied in vain: their prefix was invalid, or the store was cleared meanwhile."""
+    granted: int = 0
+    """Blocks leased, counted once per lease."""
+    double_releases: int = 0
+    """Releases of leases that had ended."""
+    reaped: int = 0
+    """Leases that ran out."""
+    share_cuts: int = 0
+    """Grants cut short because the reader held its share of a tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """The index at one instant. Blocks are counted in blocks, leases in leases.
+
+    ``device_blocks`` and ``host_blocks`` are the ready ones, leased or not; ``staging`` blocks
+    are being written for the first time, ``demoting`` ones from tier to tier; ``zombies`` left
+    with a ``clear()`` and wait for their leases to end; ``leased_blocks`` counts ready blocks.
+    """
+
+    epoch: int
+    device_blocks: int
+    host_blocks: int
+    device_free: int
+    host_free: int
+    staging: int
+    demoting: int
+    zombies: int
+    leased_blocks: int
+    leases: int
+    jobs: int
+    skips: dict[SkipReason, int]
+    totals: Totals
+
+
+@dataclass(frozen=True, slots=True)
+class FinalCounters:
+    """A closed store: what is left in it (nothing), and ``reached``, the last state before."""
+
+    device_lru: int
+    host_lru: int
+    global_lru: int
+    keys: int
+    leases: int
+    staging: int
+    demoting: int
+    reached: Counters

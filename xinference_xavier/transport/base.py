@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a transport is: a way to bring a peer's leased slots into this worker.
+
+Two kinds of connection exist. A *mapped* one shows the peer's arena as local tensors, from which
+a local copy goes straight into KV blocks: the copy cannot outlive its caller. A *fetching* one
+(NIXL, xoscar) reads into staging slots of our own arena, because a late write into KV blocks
+would corrupt what vLLM recomputes there after a failure (DESIGN 4, "Load"); the local copy
+follows when the read is complete.
+
+Every call here happens on a load thread of the worker, never on the engine's thread.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from xinference_xavier.store.arena import ArenaHandle
+from xinference_xavier.store.jobs import Tier
+
+
+class TransportUnavailable(Exception):
+    """This path cannot be used with that peer; ``str()`` is the reason, and it is counted."""
+
+
+class TransferFailed(Exception):
+    """A read ended, and its staging slots hold nothing usable."""
+
+
+class TransferTimeout(TransferFailed):
+    """A read did not end in time. Its staging slots are quarantined by the connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHandle:
+    """What one worker (rank) publishes about itself, plain data of a few KiB.
+
+    ``host_id`` is equal on workers that can try to map each other's memory. ``nixl`` is the
+    NIXL agent's metadata with the registered arenas, ``xoscar`` the address of the worker's
+    ``nixl://`` pool; both are None where that transport is off.
+    """
+
+    rank: int
+    host_id: str
+    layout_digest: str
+    arenas: dict[Tier, ArenaHandle]
+    nixl: bytes | None = None
+    xoscar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """A tier as local memory.
+
+    ``data`` is uint8 ``[slots, slot_bytes]``. ``meta`` is int64 ``[slots, 2]``: generation and
+    checksum of each slot (see ``store.arena``).
+    """
+
+    data: torch.Tensor
+    meta: torch.Tensor
+
+
+class Connection(ABC):
+    """An open path to one worker of a peer."""
+
+    transport: ClassVar[str]
+
+    @abstractmethod
+    def view(self, tier: Tier) -> SlotView | None:
+        """Return the peer's tier as local memory, or None where slots must be fetched."""
+
+    @abstractmethod
+    def fetch(
+        self, tier: Tier, slots: Sequence[int], staging: Sequence[int], *, deadline: float
+    ) -> torch.Tensor:
+        """Read ``slots`` of the peer into our ``staging`` slots and wait for it.
+
+        Returns the peer's ``meta`` rows, int64 ``[len(slots), 2]``, read *after* the payload was
+        complete. ``deadline`` is a ``time.monotonic()`` instant. Raises :class:`TransferTimeout`
+        when it passes; then the staging slots stay in ``quarantined()`` until the transfer is
+        terminal. Raises :class:`TransferFailed` when the read ended in an error.
+        """
+
+    def warm(self) -> bool:
+        """Do a piece of work of at most some 10 ms that makes later views cheaper.
+
+        Load threads call it when they are idle, until it returns False: nothing is left to do.
+        """
+        return False
+
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether the peer's memory can still be reached, as far as is known locally."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Unmap or deregister everything of that peer. Idempotent."""
+
+
+class Transport(ABC):
+    """One way to reach peers; owns the process-wide resource (NIXL agent, pool)."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def connect(self, peer: WorkerHandle) -> Connection:
+        """Open a path to a peer's worker of the same rank.
+
+        Raises :class:`TransportUnavailable`.
+        """
+
+    def quarantined(self) -> frozenset[int]:
+        """Staging slots into which a timed-out transfer may still write."""
+        return frozenset()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything, open connections included. Idempotent."""

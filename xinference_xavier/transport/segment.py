@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One segment of a load: the rows of one source, copied, checked and accounted.
+
+A row counts when its slot's generation was the promised one before and after the copy and, with
+verification on, when the KV block has the slot's checksum afterwards. Anything else leaves the
+row failed. Loading stops at the first failed chunk: later blocks of a prefix are useless then.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from xinference_xavier.layout import BlockLayout
+from xinference_xavier.store.checksum import Checksummer
+from xinference_xavier.store.device import Device, IntArray
+from xinference_xavier.store.jobs import OWN_STORE, LoadSegment, SegmentResult, Tier
+from xinference_xavier.transport.base import (
+    Connection,
+    SlotView,
+    TransferFailed,
+    TransferTimeout,
+    TransportUnavailable,
+    WorkerHandle,
+)
+from xinference_xavier.transport.links import PeerLinks
+from xinference_xavier.transport.pool import StagingPool
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES: Final = 32 << 20
+"""A thread looks at the clock after copying this much, some 10 ms."""
+
+_VERIFY_SLOTS: Final = 16
+
+_Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What the segment loads of one engine share. ``own`` are the views of our own arenas."""
+
+    layout: BlockLayout
+    own: Mapping[Tier, SlotView]
+    device: Device
+    links: PeerLinks
+    pool: StagingPool
+
+    @property
+    def chunk(self) -> int:
+        """Rows between two looks at the clock."""
+        return max(1, _CHUNK_BYTES // self.layout.slot_bytes)
+
+
+class SegmentLoad:
+    """Loads one segment on the calling load thread. Use once."""
+
+    def __init__(
+        self,
+        means: Means,
+        segment: LoadSegment,
+        *,
+        request_id: str,
+        peer: WorkerHandle | None,
+        deadline: float,
+        verifier: Verifier | None,
+    ) -> None:
+        """``peer`` is the handle of the segment's member, ``deadline`` a monotonic instant."""
+        self._means = means
+        self._segment = segment
+        self._request_id = request_id
+        self._peer = peer
+        self._deadline = deadline
+        self._verifier = verifier
+        self._good: _Mask = np.zeros(len(segment.rows), dtype=np.bool_)
+        self._result = SegmentResult(segment.member, "none")
+
+    def run(self) -> SegmentResult:
+        """Load what can be loaded; every row that was not is in ``failed_rows``."""
+        member, result = self._segment.member, self._result
+        start = time.monotonic()
+        try:
+            self._check()
+            if member == OWN_STORE:
+                result.transport = "local"
+                self._rows(None)
+            else:
+                self._from_peer(member)
+        except TransportUnavailable as error:
+            self._fail("unavailable", error)
+        except (TransferTimeout, TimeoutError) as error:
+            self._fail("timeout", error)
+        except TransferFailed as error:
+            self._fail("transfer", error)
+        except Exception as error:  # fail open: the rows are recomputed, the thread lives on
+            logger.exception("load of request %s failed", self._request_id)
+            self._fail("transfer", error)
+        result.failed_rows = set(np.flatnonzero(~self._good).tolist())
+        result.nbytes = int(self._good.sum()) * self._means.layout.slot_bytes
+        result.seconds = time.monotonic() - start
+        if member != OWN_STORE:
+            self._means.links.account(member, result.nbytes, result.seconds)
+        return result
+
+    def _from_peer(self, member: int) -> None:
+        if self._peer is None:
+            raise TransportUnavailable(f"the handle of member {member} is not known")
+        links = self._means.links
+        with links.use(member, self._peer) as connection:
+            self._result.transport = connection.transport
+            try:
+                self._rows(connection)
+            except TransferFailed as error:
+                # A path that failed is opened anew, or another one taken, by the next load. One
+                # that was only slow is kept.
+                if not isinstance(error, TransferTimeout):
+                    links.retire(member)
+                raise
+
+    def _check(self) -> None:
+        blocks = self._segment.rows[:, 3]
+        if ((blocks < 0) | (blocks >= self._means.layout.num_blocks)).any():
+            raise TransferFailed("a block id lies outside the KV cache")
+
+    def _rows(self, connection: Connection | None) -> None:
+        """Load chunks in prefix order until one of them has a failed row."""
+        rows, size = self._segment.rows, self._means.chunk
+        for start in range(0, len(rows), size):
+            if time.monotonic() >= self._deadline:
+                raise TransferTimeout("the load's time was over")
+            chunk = rows[start : start + size]
+            good = self._good[start : start + len(chunk)]
+            for tier in np.unique(chunk[:, 0]).tolist():
+                mine = np.flatnonzero(chunk[:, 0] == tier)
+                view = self._view(Tier(tier), connection)
+                if view is not None:
+                    good[mine] = self._copy(view, chunk[mine])
+                elif connection is not None:
+                    self._fetch(connection, Tier(tier), chunk, mine, good)
+                else:
+                    raise TransferFailed(f"there is no {Tier(tier).name} tier")
+            if not good.all():
+                return
+
+    def _view(self, tier: Tier, connection: Connection | None) -> SlotView | None:
+        return self._means.own.get(tier) if connection is None else connection.view(tier)
+
+    def _copy(self, view: SlotView, rows: IntArray) -> _Mask:
+        """Copy mapped slots straight into KV blocks; return which rows are good."""
+        slots, promised, blocks = rows[:, 1], rows[:, 2], rows[:, 3]
+        if ((slots < 0) | (slots >= len(view.data))).any():
+            raise TransferFailed(f"a slot lies outside the source's {len(view.data)}")
+        meta = view.meta.numpy()
+        good = _holds(meta[slots, 0], promised)
+        checksums = meta[slots, 1]
+        self._scatter(view.data, slots[good], blocks[good])
+        good &= _holds(meta[slots, 0], promised)
+        return self._judge(good, blocks, checksums)
+
+    def _fetch(
+        self, connection: Connection, tier: Tier, chunk: IntArray, mine: IntArray, good: _Mask
+    ) -> None:
+        """Read rows ``mine`` of the chunk through staging slots, as many at once as are free."""
+        host = self._means.own[Tier.HOST]
+        done = 0
+        while done < len(mine):
+            left = len(mine) - done
+            with self._means.pool.lend(left, deadline=self._deadline) as staging:
+                part = mine[done : done + len(staging)]
+                slots, promised, blocks = chunk[part, 1], chunk[part, 2], chunk[part, 3]
+                meta = connection.fetch(tier, slots.tolist(), staging, deadline=self._deadline)
+                if tuple(meta.shape) != (len(part), 2):
+                    raise TransferFailed(f"{tuple(meta.shape)} meta rows for {len(part)} slots")
+                table = meta.numpy()
+                holds = _holds(table[:, 0], promised)
+                places = np.asarray(staging, dtype=np.int64)
+                self._scatter(host.data, places[holds], blocks[holds])
+                good[part] = self._judge(holds, blocks, table[:, 1])
+            if not good[part].all():
+                return
+            done += len(part)
+
+    def _scatter(self, data: torch.Tensor, slots: IntArray, blocks: IntArray) -> None:
+        self._means.device.scatter(data, slots, blocks)
+        self._means.device.fence()
+
+    def _judge(self, good: _Mask, blocks: IntArray, checksums: IntArray) -> _Mask:
+        """Return which copied rows count, after verification, and note why others do not."""
+        if not good.all():
+            self._result.reason = "generation"
+        if self._verifier is None:
+            return good
+        equal = self._verifier.equal(blocks[good], checksums[good])
+        self._result.verified_blocks += int(equal.sum())
+        if not equal.all():
+            self._result.reason = self._result.reason or "checksum"
+            logger.error(
+                "Xavier: %d blocks of request %s differ from what member %d published",
+                int((~equal).sum()),
+                self._request_id,
+                self._segment.member,
+            )
+        verified: _Mask = good.copy()
+        verified[good] = equal
+        return verified
+
+    def _fail(self, reason: str, error: Exception) -> None:
+        self._result.reason = reason
+        logger.warning(
+            "Xavier load of request %s from member %d: %s: %s",
+            self._request_id,
+            self._segment.member,
+            reason,
+            error,
+        )
+
+
+class Verifier:
+    """Compares KV blocks after a load with the checksums of their slots. One per thread."""
+
+    def __init__(self, layout: BlockLayout, device: Device) -> None:
+        self._device = device
+        self._scratch = torch.zeros((_VERIFY_SLOTS, layout.slot_bytes), dtype=torch.uint8)
+        self._checksummer = Checksummer(layout.block_bytes)
+
+    def equal(self, blocks: IntArray, checksums: IntArray) -> _Mask:
+        """Return per block whether its bytes have the checksum; 0, not recorded, never matches."""
+        found = np.empty(len(blocks), dtype=np.int64)
+        for start in range(0, len(blocks), _VERIFY_SLOTS):
+            part = blocks[start : start + _VERIFY_SLOTS]
+            places = np.arange(len(part), dtype=np.int64)
+            self._device.gather(part, self._scratch, places)
+            self._device.fence()
+            found[start : start + len(part)] = self._checksummer.of(self._scratch, places)
+        equal: _Mask = found == checksums
+        return equal
+
+
+def _holds(generations: IntArray, promised: IntArray) -> _Mask:
+    """Return where a slot has the promised content; 0 is a slot being written."""
+    holds: _Mask = (generations == promised) & (promised != 0)
+    return holds

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading vLLM's resolved configuration into plain facts, and refusing what cannot work (R2)."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from xinference_xavier.features import EngineFacts, RequestFacts, check_engine
+from xinference_xavier.options import Deployment, OptionError
+from xinference_xavier.vllm.identity import SEED_VARIABLE
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+def check_engine_config(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, deployment: Deployment
+) -> None:
+    """Raise OptionError with every reason why this engine cannot have GPU-first Xavier."""
+    refusals = check_engine(engine_facts(config, kv_cache_config, deployment))
+    if refusals:
+        raise OptionError("; ".join(refusals))
+
+
+def engine_facts(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, deployment: Deployment
+) -> EngineFacts:
+    """Return what the feature table looks at."""
+    parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
+    transfer = config.kv_transfer_config
+    return EngineFacts(
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        data_parallel_size=parallel.data_parallel_size,
+        context_parallel_size=max(
+            parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+        ),
+        prefix_caching=bool(cache.enable_prefix_caching),
+        hash_algorithm=str(cache.prefix_caching_hash_algo),
+        hash_seed=os.environ.get(SEED_VARIABLE),
+        sharing=deployment.xavier_directory is not None,
+        kv_groups=tuple(
+            type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups
+        ),
+        kv_dtype=str(cache.cache_dtype),
+        dynamic_kv_scales=bool(cache.calculate_kv_scales),
+        kv_role=str(transfer.kv_role) if transfer is not None else "kv_both",
+        load_failure_policy=(
+            transfer.kv_load_failure_policy if transfer is not None else "recompute"
+        ),
+        lora=config.lora_config is not None,
+        speculative=config.speculative_config is not None,
+        encoder_decoder=bool(model.is_encoder_decoder),
+        pooling=model.runner_type == "pooling",
+        sleep_mode=bool(model.enable_sleep_mode),
+    )
+
+
+def request_facts(request: Request) -> RequestFacts:
+    """Return what the feature table looks at in a request."""
+    sampling = request.sampling_params
+    return RequestFacts(
+        prompt_logprobs=sampling is not None and sampling.prompt_logprobs is not None,
+        prompt_embeds=request.prompt_embeds is not None,
+        multimodal=bool(request.mm_features),
+        pooling=request.pooling_params is not None,
+        skips_prefix_cache=request.skip_reading_prefix_cache,
+    )

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads under way: from vLLM's allocation to the report of every rank.
+
+A load that was announced to vLLM always ends in exactly one result, whatever happened to its
+sources in between: rows that can no longer be loaded are shipped with generation 0, which no
+slot ever has, so that the worker reports their blocks as failed and vLLM computes them.
+
+All methods run on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from xinference_xavier.control.runtime import ControlRuntime, Reservation
+from xinference_xavier.store.index import SnapshotIndex, StoreClosed
+from xinference_xavier.store.jobs import (
+    OWN_STORE,
+    LoadJob,
+    LoadResult,
+    LoadSegment,
+    SegmentResult,
+    Tier,
+)
+from xinference_xavier.transport.base import WorkerHandle
+from xinference_xavier.vllm.counters import Counters
+from xinference_xavier.vllm.lookup import Lookups, Promise, Run
+from xinference_xavier.vllm.pace import Pace
+
+MOST_LOADS: Final = 16
+"""Loads under way at a time."""
+
+POOL_SHARE: Final = 4
+"""Loads together fill at most one of this many parts of vLLM's KV blocks (R14)."""
+
+OVERTIME_S: Final = 60.0
+"""An own lease outlives the load's timeout by this: the worker may report late, never early."""
+
+REMEMBERED_HITS: Final = 65536
+"""Keys whose first hit at a peer is remembered, to store them again at the second."""
+
+LOST: Final = (int(Tier.HOST), 0, 0)
+"""A row that cannot be loaded: no slot ever has generation 0."""
+
+
+@dataclass(slots=True)
+class _Load:
+    request_id: str
+    keys: Sequence[bytes]
+    first_block: int
+    block_ids: list[int]
+    runs: list[Run]
+    segments: list[tuple[int, int]]
+    """Member and number of rows of each shipped segment."""
+    ranks_left: int
+    started: float
+    failed: set[int] = field(default_factory=set)
+    """Failed blocks, counted from ``first_block``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load that ended. Of the request's blocks, those from ``first`` to before ``until`` hold
+    their content; ``store_again`` came from a peer for the second time."""
+
+    request_id: str
+    first: int
+    until: int
+    complete: bool
+    store_again: tuple[int, ...]
+
+
+class Loads:
+    """The load side of one replica's connector."""
+
+    def __init__(
+        self,
+        *,
+        index: SnapshotIndex,
+        control: ControlRuntime,
+        lookups: Lookups,
+        ranks: int,
+        pool_blocks: int,
+        block_tokens: int,
+        timeout_s: float,
+        pace: Pace,
+        counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._index = index
+        self._control = control
+        self._lookups = lookups
+        self._ranks = ranks
+        self._most_blocks = max(1, pool_blocks // POOL_SHARE)
+        self._block_tokens = block_tokens
+        self._timeout_s = timeout_s
+        self._pace = pace
+        self._counters = counters
+        self._clock = clock
+        self._next_job = 1
+        self._loads: dict[int, _Load] = {}
+        self._unshipped: list[LoadJob] = []
+        self._blocks_in_flight = 0
+        self._hit_once: OrderedDict[bytes, None] = OrderedDict()
+
+    @property
+    def jobs(self) -> int:
+        """How many loads have not been reported by every rank."""
+        return len(self._loads)
+
+    def room(self) -> bool:
+        """Whether another load may start now (R14)."""
+        return len(self._loads) < MOST_LOADS and self._blocks_in_flight < self._most_blocks
+
+    def begin(
+        self,
+        request_id: str,
+        promise: Promise | None,
+        *,
+        keys: Sequence[bytes],
+        first_block: int,
+        block_ids: Sequence[int],
+    ) -> None:
+        """Start the load of ``block_ids``, the request's blocks from ``first_block`` on."""
+        segments: list[LoadSegment] = []
+        position, end = first_block, first_block + len(block_ids)
+        runs = promise.runs if promise is not None else []
+        for run in runs:
+            stop = min(run.first + len(run.rows), end)
+            if run.first > position or stop <= position:
+                continue
+            rows = run.rows[position - run.first : stop - run.first]
+            ids = block_ids[position - first_block : stop - first_block]
+            segments.append(_segment(run.member, rows, ids))
+            self._hold(run)
+            position = stop
+        if position < end:
+            lost = [LOST] * (end - position)
+            segments.append(_segment(OWN_STORE, lost, block_ids[position - first_block :]))
+        job_id = self._next_job
+        self._next_job += 1
+        self._loads[job_id] = _Load(
+            request_id,
+            keys[first_block:end],
+            first_block,
+            list(block_ids),
+            list(runs),
+            [(segment.member, len(segment.rows)) for segment in segments],
+            self._ranks,
+            self._clock(),
+        )
+        self._blocks_in_flight += len(block_ids)
+        self._unshipped.append(LoadJob(job_id, request_id, tuple(segments), self._timeout_s))
+
+    def ship(self) -> tuple[list[LoadJob], dict[int, tuple[WorkerHandle, ...]]]:
+        """Return the loads that start in this step, and the handles of the peers they read."""
+        jobs, self._unshipped = self._unshipped, []
+        peers: dict[int, tuple[WorkerHandle, ...]] = {}
+        for job in jobs:
+            for segment in job.segments:
+                info = self._control.member_info(segment.member)
+                if segment.member != OWN_STORE and info is not None:
+                    peers[segment.member] = info.workers
+        return jobs, peers
+
+    def completed(self, results: Iterable[LoadResult]) -> list[Loaded]:
+        """Take the ranks' reports and return the loads that every rank has reported."""
+        ended = []
+        for result in results:
+            load = self._loads.get(result.job_id)
+            if load is None:
+                self._counters.errors["unknown load job"] += 1
+                continue
+            self._note(load, result)
+            load.ranks_left -= 1
+            if load.ranks_left == 0:
+                del self._loads[result.job_id]
+                ended.append(self._end(load))
+        return ended
+
+    def _hold(self, run: Run) -> None:
+        """Keep a run's lease from now to the end of the load."""
+        if isinstance(run.hold, Reservation):
+            self._control.hold(run.hold)
+            return
+        try:
+            self._index.renew(
+                run.hold.lease_id,
+                now=self._clock(),
+                duration=self._timeout_s + OVERTIME_S,
+            )
+        except StoreClosed:
+            return
+
+    def _note(self, load: _Load, result: LoadResult) -> None:
+        offset = 0
+        for segment, (member, count) in zip(result.segments, load.segments, strict=False):
+            load.failed.update(offset + row for row in segment.failed_rows)
+            offset += count
+            self._judge(member, count, segment)
+        # A report that lacks segments has loaded nothing of them.
+        load.failed.update(range(offset, len(load.block_ids)))
+
+    def _judge(self, member: int, count: int, segment: SegmentResult) -> None:
+        self._counters.verified_blocks += segment.verified_blocks
+        good = count - len(segment.failed_rows)
+        if segment.reason is not None:
+            self._counters.loads_failed[segment.reason] += 1
+        if good:
+            self._pace.loaded(member, good * self._block_tokens, segment.seconds)
+        if member != OWN_STORE:
+            self._control.report_load(member, segment.reason is None, segment.reason)
+
+    def _end(self, load: _Load) -> Loaded:
+        for run in load.runs:
+            self._lookups.release(run)
+        self._blocks_in_flight -= len(load.block_ids)
+        good = min(load.failed, default=len(load.block_ids))
+        self._counters.loads += 1
+        self._counters.failed_blocks += len(load.failed)
+        store_again = self._count_tokens(load, good)
+        return Loaded(
+            load.request_id,
+            load.first_block,
+            load.first_block + good,
+            not load.failed,
+            tuple(store_again),
+        )
+
+    def _count_tokens(self, load: _Load, good: int) -> list[int]:
+        """Count the usable blocks by source; return those a peer gave for the second time."""
+        again: list[int] = []
+        position = load.first_block
+        for run in load.runs:
+            stop = min(run.first + len(run.rows), load.first_block + good)
+            if run.first > position:
+                break
+            owner = "own" if run.member == OWN_STORE else "peer"
+            for block in range(position, stop):
+                tier = Tier(run.rows[block - run.first][0]).name.lower()
+                self._counters.loaded_tokens[f"{owner}_{tier}"] += self._block_tokens
+                key = load.keys[block - load.first_block]
+                if run.member != OWN_STORE and self._second_hit(key):
+                    again.append(block)
+            position = max(position, stop)
+        return again
+
+    def _second_hit(self, key: bytes) -> bool:
+        if key in self._hit_once:
+            del self._hit_once[key]
+            return True
+        self._hit_once[key] = None
+        if len(self._hit_once) > REMEMBERED_HITS:
+            self._hit_once.popitem(last=False)
+        return False
+
+
+def _segment(
+    member: int, rows: Sequence[tuple[int, int, int]], block_ids: Sequence[int]
+) -> LoadSegment:
+    table = np.empty((len(block_ids), 4), dtype=np.int64)
+    table[:, :3] = rows
+    table[:, 3] = block_ids
+    return LoadSegment(member, table)

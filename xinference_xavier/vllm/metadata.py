@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What crosses between the scheduler side and the workers, inside vLLM's own messages.
+
+All of it is pickled: once per engine step (:class:`ConnectorMeta`, :class:`WorkerMeta`) or once
+per start (:class:`Handshake`). Keep it plain and small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from xinference_xavier.store.jobs import LoadJob, LoadResult, StoreJob, StoreResult
+from xinference_xavier.transport.base import WorkerHandle
+
+
+@dataclass(slots=True)
+class ConnectorMeta(KVConnectorMetadata):
+    """One step's orders to every worker.
+
+    ``peers`` holds, for each member that a load reads from, its workers' handles by rank.
+    """
+
+    stores: list[StoreJob] = field(default_factory=list)
+    loads: list[LoadJob] = field(default_factory=list)
+    peers: dict[int, tuple[WorkerHandle, ...]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class WorkerMeta(KVConnectorWorkerMetadata):
+    """What the workers finished since their last report: one result per job and rank."""
+
+    stores: list[StoreResult] = field(default_factory=list)
+    loads: list[LoadResult] = field(default_factory=list)
+    quarantined: int = 0
+    """Staging slots, over all ranks, into which a timed-out transfer may still write."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMeta:
+        """Join the reports of two ranks."""
+        if not isinstance(other, WorkerMeta):
+            raise TypeError(f"cannot aggregate {type(other).__name__} into WorkerMeta")
+        return WorkerMeta(
+            self.stores + other.stores,
+            self.loads + other.loads,
+            self.quarantined + other.quarantined,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Handshake(KVConnectorHandshakeMetadata):
+    """What one worker built at start. Sizes in bytes, counts in slots.
+
+    ``host_slots`` are the slots that the index may use; the staging slots behind them in the
+    same arena are not counted.
+    """
+
+    worker: WorkerHandle
+    device: str
+    device_slots: int
+    host_slots: int
+    staging_slots: int
+    block_bytes: int
+    slot_bytes: int
+    block_tokens: int
+    verify: str

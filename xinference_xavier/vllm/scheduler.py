@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler side of one replica: what EngineCore's thread calls, and what peers may ask.
+
+This module only composes: `lookup` finds what can be loaded, `loads` follows loads, `saves`
+follows copies into the store, `control` talks to the other replicas. Two kinds of thread come
+here. The engine's thread calls every hook of vLLM and never waits. The control thread, for peers
+and operators, calls :meth:`SchedulerSide.status`, :meth:`clear` and :meth:`close`, none of which
+needs an engine step, except that ``close`` gives work in flight its deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from xinference_xavier.control.mirror import Mirror
+from xinference_xavier.control.runtime import ControlRuntime
+from xinference_xavier.features import bypass_reason
+from xinference_xavier.options import Deployment, OptionError, XavierOptions
+from xinference_xavier.sizes import format_size
+from xinference_xavier.store.index import SnapshotIndex, StoreClosed
+from xinference_xavier.store.jobs import StoreJob
+from xinference_xavier.vllm.compat import Blocks
+from xinference_xavier.vllm.counters import Counters
+from xinference_xavier.vllm.engine import request_facts
+from xinference_xavier.vllm.identity import group_fingerprint
+from xinference_xavier.vllm.loads import Loaded, Loads
+from xinference_xavier.vllm.lookup import Lookups
+from xinference_xavier.vllm.metadata import ConnectorMeta, Handshake, WorkerMeta
+from xinference_xavier.vllm.pace import Pace
+from xinference_xavier.vllm.saves import Saves
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S: Final = 30.0
+CLOSE_POLL_S: Final = 0.01
+
+SPARE_SHARE: Final = 4
+"""Spare host slots, into which a step's demotions go while the tier is full, are at most one of
+this many parts of the host tier."""
+
+
+class SchedulerSide:
+    """Scheduler half of the connector; does nothing until the workers' handshake is in."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        options: XavierOptions,
+        deployment: Deployment,
+        failures: Mapping[str, int],
+    ) -> None:
+        """Take the configuration; ``failures`` is what the facade counts, shown in the status."""
+        self._failures = failures
+        self._config = vllm_config
+        self._options = options
+        self._deployment = deployment
+        self._block_tokens = vllm_config.cache_config.block_size
+        self._counters = Counters()
+        self._pace = Pace()
+        self._blocks: Blocks | None = None
+        self._parts: _Parts | None = None
+        self._closing = threading.Event()
+        self._close_lock = threading.Lock()
+        self._final: dict[str, Any] | None = None
+        self._stopped = False
+        self._requests: dict[str, Request] = {}
+        self._no_more_loads: set[str] = set()
+        self._step_tokens = 0
+        self._step_started = 0.0
+
+    # --- start -----------------------------------------------------------------------------
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """Take vLLM's block pool; called before the handshake."""
+        self._blocks = Blocks(pool)
+
+    def connect(self, handshakes: Mapping[int, Handshake]) -> None:
+        """Build the index from what the workers made, and join the group.
+
+        Raises OptionError when the workers disagree; the launch then fails with that message.
+        """
+        if self._blocks is None or not handshakes:
+            raise OptionError("vLLM gave no block pool or no worker handshake to the connector")
+        ranks = [handshakes[rank] for rank in sorted(handshakes)]
+        if len({(rank.worker.layout_digest, rank.block_tokens) for rank in ranks}) != 1:
+            raise OptionError("the ranks of this replica have different KV cache layouts")
+        self._parts = self._assemble(ranks, self._blocks)
+        logger.info("Xavier is ready: %s", self._parts.summary)
+
+    # --- hooks of vLLM's scheduler, on the engine's thread -----------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Count the request and start looking for its blocks."""
+        self._requests[request.request_id] = request
+        self._counters.requests += 1
+        self._counters.prompt_tokens += request.num_prompt_tokens
+        if self._parts is None:
+            return
+        reason = self._bypass(request)
+        if reason is None:
+            self._parts.lookups.begin(request)
+        else:
+            self._counters.bypassed[reason] += 1
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """Return how many tokens after ``computed_tokens`` will be loaded; None: ask again."""
+        parts = self._parts
+        if parts is None or self._bypass(request) is not None:
+            return 0
+        count = parts.lookups.matched(
+            request, computed_tokens // self._block_tokens, room=parts.loads.room()
+        )
+        return None if count is None else count * self._block_tokens
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """Start the load that vLLM has made room for, or note that there is none."""
+        parts = self._parts
+        if parts is None:
+            return
+        request_id = request.request_id
+        if external_tokens == 0:
+            parts.lookups.settled(request_id)
+            return
+        count = external_tokens // self._block_tokens
+        block_ids = blocks.get_block_ids()[0]
+        # An async load is allocated without new tokens: its blocks are the table's last ones.
+        first = len(block_ids) - count
+        parts.loads.begin(
+            request_id,
+            parts.lookups.take(request_id),
+            keys=request.block_hashes,
+            first_block=first,
+            block_ids=block_ids[first:],
+        )
+
+    def build_meta(self, output: SchedulerOutput) -> ConnectorMeta:
+        """Plan the step's saves and ship the loads that start with it."""
+        parts = self._parts
+        if parts is None:
+            return ConnectorMeta()
+        self._step_tokens = output.total_num_scheduled_tokens
+        self._step_started = time.monotonic()
+        jobs, peers = parts.loads.ship()
+        stores: list[StoreJob] = []
+        try:
+            self._follow(parts, output)
+            if not self._closing.is_set():
+                stores = parts.saves.plan(self._computed(output))
+        except Exception:
+            # The loads must go out whatever becomes of the saves: vLLM waits for them.
+            self._counters.errors["plan saves"] += 1
+            logger.exception("Xavier could not plan the saves of a step; they are skipped")
+        return ConnectorMeta(stores, jobs, peers)
+
+    def completed(self, output: KVConnectorOutput) -> None:
+        """Take what the workers report: publish saves, end loads."""
+        parts = self._parts
+        if parts is None:
+            return
+        if self._step_tokens:
+            self._pace.prefilled(self._step_tokens, time.monotonic() - self._step_started)
+            self._step_tokens = 0
+        if output.invalid_block_ids:
+            parts.saves.invalidated(output.invalid_block_ids)
+        meta = output.kv_connector_worker_meta
+        if not isinstance(meta, WorkerMeta):
+            return
+        parts.quarantined = meta.quarantined
+        for loaded in parts.loads.completed(meta.loads):
+            if not loaded.complete:
+                self._no_more_loads.add(loaded.request_id)
+            parts.loaded[loaded.request_id] = loaded
+        parts.saves.completed(meta.stores)
+
+    def finished(self, request: Request) -> None:
+        """Forget a request that ends; its full blocks that are left are still saved."""
+        parts = self._parts
+        self._requests.pop(request.request_id, None)
+        self._no_more_loads.discard(request.request_id)
+        if parts is None:
+            return
+        parts.lookups.settled(request.request_id)
+        parts.loaded.pop(request.request_id, None)
+        parts.saves.finished(request.request_id, request.num_computed_tokens)
+
+    @property
+    def pending(self) -> bool:
+        """Whether an idle engine must keep stepping: a pin is held or a load is under way."""
+        parts = self._parts
+        return parts is not None and (parts.saves.pending or parts.loads.jobs > 0)
+
+    def reset(self) -> bool:
+        """Clear this replica's tiers and withdraw its directory entries (R16)."""
+        if self._parts is not None:
+            self._parts.lookups.drop_all()
+        return self.clear()
+
+    # --- any thread ----------------------------------------------------------------------------
+
+    def clear(self) -> bool:
+        """Make every stored block unreadable at once; False once the store is closed."""
+        parts = self._parts
+        if parts is None:
+            return True
+        try:
+            parts.index.clear()
+        except StoreClosed:
+            return False
+        parts.control.withdraw_all()
+        self._counters.resets += 1
+        return True
+
+    def status(self) -> dict[str, Any]:
+        """Return this replica's state as plain values for JSON."""
+        parts = self._parts
+        if parts is None:
+            return {"state": "starting"}
+        return {
+            "state": "closed" if self._final is not None else "ready",
+            "member": self._deployment.xavier_member,
+            "options": self._options.to_mapping(),
+            "store": {**parts.shape, **asdict(parts.index.counters())},
+            "traffic": self._counters.to_dict(),
+            "hook_failures": dict(self._failures),
+            "pace": self._pace.to_dict(),
+            "pinned_blocks": parts.saves.pinned,
+            "store_jobs": parts.saves.jobs,
+            "load_jobs": parts.loads.jobs,
+            "quarantined": parts.quarantined,
+            "control": parts.control.status(),
+        }
+
+    def close(self, deadline_s: float) -> dict[str, Any]:
+        """Stop admission, drain what is in flight until the deadline, clear everything.
+
+        Returns the final counters. Idempotent; concurrent callers get the same answer. Called
+        before the engine stops, from a thread that may wait (never the engine's while it steps).
+        """
+        with self._close_lock:
+            if self._final is None:
+                self._final = self._close(deadline_s)
+            return self._final
+
+    def shutdown(self) -> None:
+        """End everything; the engine's thread, after its last step."""
+        # No step comes after this one, so nothing in flight can be drained any more.
+        self._stopped = True
+        self.close(0.0)
+        if self._parts is not None:
+            self._parts.control.close(2.0)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _close(self, deadline_s: float) -> dict[str, Any]:
+        self._closing.set()
+        parts = self._parts
+        if parts is None:
+            return {"state": "closed", "drained": True}
+        until = time.monotonic() + deadline_s
+        while self.pending and not self._stopped and time.monotonic() < until:
+            # The engine keeps stepping while something is pending, and reports to `completed`.
+            time.sleep(CLOSE_POLL_S)
+        drained = not self.pending
+        left = {
+            "pinned_blocks": parts.saves.pinned,
+            "load_jobs": parts.loads.jobs,
+            "quarantined": parts.quarantined,
+        }
+        final = {"state": "closed", "drained": drained, **left, **asdict(parts.index.close())}
+        log = logger.info if drained else logger.warning
+        log("Xavier closed its store: %s", final)
+        return final
+
+    def _bypass(self, request: Request) -> str | None:
+        """Return why a request's blocks are not read from the store, or None."""
+        if self._closing.is_set():
+            return "closing"
+        if request.request_id in self._no_more_loads:
+            return "load failed"
+        return bypass_reason(request_facts(request))
+
+    def _computed(self, output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+        """Yield, per scheduled request, its tokens with KV once this step is done."""
+        scheduled = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            yield new.req_id, new.num_computed_tokens + scheduled[new.req_id]
+        cached = output.scheduled_cached_reqs
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            yield request_id, computed + scheduled[request_id]
+
+    def _follow(self, parts: _Parts, output: SchedulerOutput) -> None:
+        """Keep the block tables of running requests."""
+        for new in output.scheduled_new_reqs:
+            self._admit(parts, new.req_id, new.block_ids[0], new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for request_id, new_block_ids, computed in rows:
+            if request_id in cached.resumed_req_ids:
+                block_ids = new_block_ids[0] if new_block_ids else []
+                self._admit(parts, request_id, block_ids, computed)
+            elif new_block_ids:
+                parts.saves.extended(request_id, new_block_ids[0])
+
+    def _admit(
+        self, parts: _Parts, request_id: str, block_ids: Sequence[int], computed: int
+    ) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        loaded = parts.loaded.pop(request_id, None)
+        first = computed // self._block_tokens
+        local = computed
+        again: tuple[int, ...] = ()
+        if loaded is not None:
+            # After a full hit vLLM computes the last token again, in a block that was loaded.
+            first = max(first, loaded.until)
+            local = loaded.first * self._block_tokens
+            again = loaded.store_again
+        if request.num_preemptions == 0:
+            self._counters.local_tokens += local
+        parts.saves.admitted(request, block_ids, first, again)
+
+    def _assemble(self, ranks: Sequence[Handshake], blocks: Blocks) -> _Parts:
+        """Make the parts for these workers and start the control thread."""
+        device_slots = min(rank.device_slots for rank in ranks)
+        host_slots = min(rank.host_slots for rank in ranks)
+        step_blocks = -(-self._config.scheduler_config.max_num_batched_tokens // self._block_tokens)
+        spare_slots = min(step_blocks, host_slots // SPARE_SHARE) or min(1, host_slots)
+        index = SnapshotIndex(
+            device_slots=device_slots, host_slots=host_slots, spare_slots=spare_slots
+        )
+        mirror = Mirror()
+        control = ControlRuntime(
+            index=index,
+            mirror=mirror,
+            name=self._deployment.xavier_member,
+            host=self._deployment.xavier_host,
+            directory=self._deployment.xavier_directory,
+            namespace=self._deployment.xavier_namespace,
+            fingerprint=group_fingerprint(self._config, ranks, self._options),
+            workers=tuple(rank.worker for rank in ranks),
+            status_hook=self.status,
+            clear_hook=lambda: {"cleared": self.clear()},
+            close_hook=self.close,
+        )
+        lookups = Lookups(
+            index=index,
+            control=control,
+            mirror=mirror,
+            blocks=blocks,
+            block_tokens=self._block_tokens,
+            lookup_timeout_s=self._options.xavier_lookup_timeout,
+            min_load_tokens=self._options.xavier_min_load_tokens,
+            pace=self._pace,
+            counters=self._counters,
+        )
+        loads = Loads(
+            index=index,
+            control=control,
+            lookups=lookups,
+            ranks=len(ranks),
+            pool_blocks=blocks.total,
+            block_tokens=self._block_tokens,
+            timeout_s=self._options.xavier_load_timeout,
+            pace=self._pace,
+            counters=self._counters,
+        )
+        saves = Saves(
+            index=index,
+            blocks=blocks,
+            block_tokens=self._block_tokens,
+            ranks=len(ranks),
+            publish=control.publish,
+            counters=self._counters,
+        )
+        shape = {
+            "device": ranks[0].device,
+            "ranks": len(ranks),
+            "block_bytes": ranks[0].block_bytes,
+            "slot_bytes": ranks[0].slot_bytes,
+            "block_tokens": self._block_tokens,
+            "device_slots": device_slots,
+            "host_slots": host_slots - spare_slots,
+            "spare_slots": spare_slots,
+            "staging_slots": min(rank.staging_slots for rank in ranks),
+        }
+        control.start(START_TIMEOUT_S)
+        return _Parts(index, control, lookups, loads, saves, shape)
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What exists once the workers are known."""
+
+    index: SnapshotIndex
+    control: ControlRuntime
+    lookups: Lookups
+    loads: Loads
+    saves: Saves
+    shape: dict[str, Any]
+    quarantined: int = 0
+    loaded: dict[str, Loaded] = field(default_factory=dict)
+    """Loads that ended, until vLLM schedules the request."""
+
+    @property
+    def summary(self) -> str:
+        """Return the tiers in words, for the log."""
+        shape = self.shape
+        tokens = (shape["device_slots"] + shape["host_slots"]) * shape["block_tokens"]
+        return (
+            f"{shape['device_slots']} device blocks (in {shape['device']} memory), "
+            f"{shape['host_slots']} host blocks of {format_size(shape['slot_bytes'])} per rank, "
+            f"{tokens} tokens; peer address {self.control.address}"
+        )

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker side of one rank: arenas beside the KV cache, and the engines that copy.
+
+Made in the worker process; every method runs on its main thread, between or around forwards, and
+none waits for a copy. The copies run on the copy thread and the load threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from xinference_xavier.control.client import route_address
+from xinference_xavier.layout import BlockLayout, probe_layout
+from xinference_xavier.options import Deployment, OptionError, XavierOptions
+from xinference_xavier.preflight import DeviceMemory, check_budgets
+from xinference_xavier.sizes import format_size
+from xinference_xavier.store.arena import Arena
+from xinference_xavier.store.copier import CopyEngine
+from xinference_xavier.store.device import CpuDevice
+from xinference_xavier.store.jobs import LoadJob, LoadResult, SegmentResult, Tier
+from xinference_xavier.transport.base import WorkerHandle
+from xinference_xavier.transport.loader import LoadEngine
+from xinference_xavier.transport.select import Transports
+from xinference_xavier.transport.shm import host_id
+from xinference_xavier.vllm.metadata import ConnectorMeta, Handshake, WorkerMeta
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+STAGING_SHARE: Final = 16
+"""Staging slots for network reads are at most one of this many parts of the host tier."""
+
+MOST_STAGING: Final = 256
+
+DRAIN_S: Final = 2.0
+"""Longest wait for running copies at shutdown; vLLM kills a worker after five seconds."""
+
+
+class WorkerSide:
+    """Worker half of the connector."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        options: XavierOptions,
+        deployment: Deployment,
+    ) -> None:
+        self._config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._options = options
+        self._deployment = deployment
+        self._arenas: dict[Tier, Arena] = {}
+        self._handshake: Handshake | None = None
+        self._copies: CopyEngine | None = None
+        self._loads: LoadEngine | None = None
+        self._transports: Transports | None = None
+        self._submitted: ConnectorMeta | None = None
+        self._stored: ConnectorMeta | None = None
+        self._ended: list[LoadResult] = []
+        self._blocks_of: dict[int, list[list[int]]] = {}
+        self._finished: set[str] = set()
+        self._invalid: set[int] = set()
+
+    # --- start and end -----------------------------------------------------------------------
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Build arenas and copy engines for vLLM's KV cache.
+
+        Raises OptionError or LayoutError, which fail the launch with that message.
+        """
+        block_tokens = self._config.cache_config.block_size
+        layout, views = probe_layout(
+            kv_caches, num_blocks=self._kv_cache_config.num_blocks, block_tokens=block_tokens
+        )
+        device = views[0].device.type
+        ranks = self._config.parallel_config.world_size
+        device_slots, host_slots = self._slots(layout, device, ranks)
+        staging = min(MOST_STAGING, host_slots // STAGING_SHARE) or min(1, host_slots)
+        if device_slots:
+            self._arenas[Tier.DEVICE] = Arena.create(device_slots, layout.slot_bytes, "device")
+        if host_slots:
+            self._arenas[Tier.HOST] = Arena.create(host_slots, layout.slot_bytes, "host")
+        staging_slots = range(host_slots - staging, host_slots)
+        copier = CpuDevice(layout, views)
+        self._transports = Transports.start(
+            choice=self._options.xavier_transport,
+            arenas=self._arenas,
+            staging=staging_slots,
+            host=self._deployment.xavier_host or route_address(self._deployment.xavier_directory),
+            layout_digest=layout.digest(),
+        )
+        self._copies = CopyEngine(
+            layout=layout,
+            arenas=self._arenas,
+            device=copier,
+            verify=self._options.xavier_verify,
+        )
+        self._loads = LoadEngine(
+            layout=layout,
+            arenas=self._arenas,
+            device=copier,
+            verify=self._options.xavier_verify,
+            staging=staging_slots,
+            transports=self._transports,
+        )
+        rank = self._config.parallel_config.rank
+        self._handshake = Handshake(
+            worker=WorkerHandle(
+                rank=rank,
+                host_id=host_id(),
+                layout_digest=layout.digest(),
+                arenas={tier: arena.handle() for tier, arena in self._arenas.items()},
+                **self._transports.published(),
+            ),
+            device=device,
+            device_slots=device_slots,
+            host_slots=host_slots - staging,
+            staging_slots=staging,
+            block_bytes=layout.block_bytes,
+            slot_bytes=layout.slot_bytes,
+            block_tokens=block_tokens,
+            verify=self._options.xavier_verify,
+        )
+        logger.info(
+            "Xavier rank %d: %d device slots in %s memory and %d host slots of %s, populated",
+            rank,
+            device_slots,
+            device,
+            host_slots,
+            format_size(layout.slot_bytes),
+        )
+
+    def _slots(self, layout: BlockLayout, device: str, ranks: int) -> tuple[int, int]:
+        """Return this rank's device and host slots; raises OptionError (R10, third point)."""
+        budgets = check_budgets(self._options, device=_device_memory(device))
+        gpu = layout.slots(budgets.device // ranks)
+        if budgets.device and not gpu:
+            block = format_size(layout.slot_bytes * ranks)
+            raise OptionError(
+                f"xavier_gpu_cache_bytes={format_size(budgets.device)} is below one KV block "
+                f"of this model, {block} for {layout.block_tokens} tokens; give at least that, "
+                "or 0 to keep blocks in the CPU tier only"
+            )
+        return gpu, layout.slots(budgets.host // ranks)
+
+    def handshake(self) -> Handshake | None:
+        """Return what the scheduler side needs to know; None before :meth:`register`."""
+        return self._handshake
+
+    def shutdown(self) -> None:
+        """Stop copies, close transports, unmap the arenas. Idempotent."""
+        for engine in (self._loads, self._copies):
+            if engine is not None and not engine.close(DRAIN_S):
+                logger.warning("Xavier: copies were still running after %.0f s", DRAIN_S)
+        if self._transports is not None:
+            self._transports.close()
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+
+    # --- one step --------------------------------------------------------------------------------
+
+    def start_loads(self, meta: ConnectorMeta) -> None:
+        """Submit the step's loads, once, whichever hook of vLLM comes first."""
+        if meta is self._submitted:
+            return
+        self._submitted = meta
+        for job in meta.loads:
+            self._start_load(job, meta)
+
+    def start_stores(self, meta: ConnectorMeta) -> None:
+        """Submit the step's stores, once; called after the forward that fills the blocks."""
+        self.start_loads(meta)
+        if meta is self._stored:
+            return
+        self._stored = meta
+        for job in meta.stores:
+            if self._copies is not None:
+                self._copies.submit(job)
+
+    def finished(self) -> set[str]:
+        """Return requests whose load ended since the last call, each exactly once."""
+        for result in self._loads.poll() if self._loads is not None else ():
+            self._end_load(result)
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def load_errors(self) -> set[int]:
+        """Return the KV blocks that those requests' loads did not fill."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def report(self) -> WorkerMeta | None:
+        """Return the results for the scheduler side; None when there is nothing to say."""
+        stored = self._copies.poll() if self._copies is not None else []
+        ended, self._ended = self._ended, []
+        if not stored and not ended:
+            return None
+        quarantined = self._transports.quarantined() if self._transports is not None else ()
+        return WorkerMeta(stored, ended, len(quarantined))
+
+    def _start_load(self, job: LoadJob, meta: ConnectorMeta) -> None:
+        self._blocks_of[job.job_id] = [segment.rows[:, 3].tolist() for segment in job.segments]
+        try:
+            if self._loads is None:
+                raise RuntimeError("the KV cache is not registered")
+            rank = self._config.parallel_config.rank
+            handles = {member: workers[rank] for member, workers in meta.peers.items()}
+            self._loads.submit(job, handles)
+        except Exception:
+            # Fail open: vLLM waits for this request, so its load must end now, as failed.
+            logger.exception("Xavier could not start the load of request %s", job.request_id)
+            failed = [
+                SegmentResult(
+                    segment.member,
+                    "none",
+                    failed_rows=set(range(len(segment.rows))),
+                    reason="not started",
+                )
+                for segment in job.segments
+            ]
+            self._end_load(LoadResult(job.job_id, job.request_id, failed))
+
+    def _end_load(self, result: LoadResult) -> None:
+        blocks = self._blocks_of.pop(result.job_id, None)
+        if blocks is None:
+            logger.error("Xavier: load job %d ended twice; the second is ignored", result.job_id)
+            return
+        # A segment without a result was not loaded at all.
+        failed = [segment.failed_rows for segment in result.segments]
+        for number, block_ids in enumerate(blocks):
+            rows = failed[number] if number < len(failed) else range(len(block_ids))
+            self._invalid.update(block_ids[row] for row in rows)
+        self._finished.add(result.request_id)
+        self._ended.append(result)
+
+
+def _device_memory(device: str) -> DeviceMemory | None:
+    """Return what is left on the accelerator beside the KV cache; None on a CPU-only host."""
+    if device == "cpu":
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return DeviceMemory(torch.cuda.get_device_name(), total, free)
