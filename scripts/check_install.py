@@ -22,4 +22,4 @@ def main(modules: Sequence[str]) -> None:
             )
 
 
-main(MODULES)
+main(sys.argv[1:] or MODULES)

@@ -27,8 +27,8 @@ From Xinference these are launch options: arguments of the Python client's `laun
 
 A *size* is a whole number of bytes, or a number with a unit: `B`, `kB`, `MB`, `GB`, `TB` (powers
 of 1000) or `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024), in upper or lower case. `10%` is a share
-of the device's or host's memory. Budgets are per replica. At least one of the two budgets is more
-than 0.
+of the device's memory or of the host's memory limit; on a CPU-only host the device is the host.
+Budgets are per replica. At least one of the two budgets is more than 0.
 
 `true` and `false` may be given as words. A value that is not allowed, an unknown name, or a
 combination that does not work is refused before anything is started, with the value, the limit

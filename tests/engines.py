@@ -174,9 +174,9 @@ def describe(directory: str, namespace: str = "default") -> dict[str, dict[str, 
     """Ask every member of a namespace for its status, by member name."""
 
     async def ask() -> dict[str, dict[str, Any]]:
-        members = await directory_members(directory, namespace)
+        members = await directory_members(directory, namespace, timeout_s=20)
         return {
-            info.name: await peer_call(info.address, "describe") for _, _, info in members
+            info.name: await peer_call(info.address, "describe", timeout_s=20) for _, _, info in members
         }
 
     return asyncio.run(ask())

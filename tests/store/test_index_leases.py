@@ -137,8 +137,9 @@ def test_the_reaper_ends_what_has_run_out_and_nothing_else():
 def test_a_renewal_never_shortens_a_lease():
     index = make(1, 0)
     store(index, "a")
-    grant = lease(index, "a", duration=10.0)
-    assert index.renew(grant.lease_id, now=0.0, duration=1.0)
+    grant = lease(index, "a", duration=1.0)
+    assert index.renew(grant.lease_id, now=0.0, duration=10.0)
+    assert index.renew(grant.lease_id, now=0.0, duration=2.0)
     assert index.reap(9.0) == 0
     assert index.reap(10.0) == 1
 

@@ -186,7 +186,7 @@ class IndexMachine(RuleBasedStateMachine):
                 self.free[block.tier] += 1
             assert (changes.added, changes.removed) == ([], [])
             return
-        for row in sorted(bad_moves, reverse=True):
+        for row in sorted(bad_moves):
             block = job.moved[row]
             block.phase, block.tier = "ready", DEVICE
             self.free[HOST] += 1

@@ -176,6 +176,7 @@ class PeerActor(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
 async def _in_thread(hook: Callable[[], T]) -> T:
     """Run a hook on a daemon thread: one that hangs must not keep the process from ending."""
     outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()  # who waits may give up, the hook goes on
 
     def run() -> None:
         try:

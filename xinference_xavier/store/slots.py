@@ -179,10 +179,10 @@ class SlotTable:
         into the sources the dependent new blocks are staged, which are given up.
         """
         order, stamp = self.order, self.stamp
-        behind = order.sentinel(Tier.DEVICE)
-        ahead = order.following[behind]
-        # Backwards, so that each of them stands just before the one that went in before it.
-        for source, target, generation in reversed(moves):
+        # Oldest first: the search goes on where it stopped, and passes over nothing but blocks
+        # that came back from earlier failures, since all others were used later.
+        before = end = order.sentinel(Tier.DEVICE)
+        for source, target, generation in moves:
             self._forget(source)
             key = self._key(target)
             self.keys[source] = key
@@ -194,14 +194,11 @@ class SlotTable:
                 self._append([source])
             else:
                 mine = stamp[source] = stamp[target]
-                while ahead != behind and stamp[ahead] < mine:
-                    ahead = order.following[ahead]
-                before = order.preceding[ahead]
-                while before != behind and stamp[before] > mine:
-                    before = order.preceding[before]
+                while (after := order.following[before]) != end and stamp[after] < mine:
+                    before = after
                 order.insert_after(Tier.DEVICE, before, source)
                 self.recency.replace(target, source)
-                ahead = source
+                before = source
             self.reclaim(target)
 
     # Use.

@@ -81,6 +81,7 @@ class SegmentLoad:
         self._verifier = verifier
         self._good: _Mask = np.zeros(len(segment.rows), dtype=np.bool_)
         self._result = SegmentResult(segment.member, "none")
+        self._connected: float | None = None
 
     def run(self) -> SegmentResult:
         """Load what can be loaded; every row that was not is in ``failed_rows``."""
@@ -104,9 +105,11 @@ class SegmentLoad:
             self._fail("transfer", error)
         result.failed_rows = set(np.flatnonzero(~self._good).tolist())
         result.nbytes = int(self._good.sum()) * self._means.layout.slot_bytes
-        result.seconds = time.monotonic() - start
-        if member != OWN_STORE:
-            self._means.links.account(member, result.nbytes, result.seconds)
+        end = time.monotonic()
+        result.seconds = end - start
+        if self._connected is not None:
+            # Opening a connection is no part of the path's bandwidth.
+            self._means.links.account(member, result.nbytes, end - self._connected)
         return result
 
     def _from_peer(self, member: int) -> None:
@@ -114,6 +117,7 @@ class SegmentLoad:
             raise TransportUnavailable(f"the handle of member {member} is not known")
         links = self._means.links
         with links.use(member, self._peer) as connection:
+            self._connected = time.monotonic()
             self._result.transport = connection.transport
             try:
                 self._rows(connection)

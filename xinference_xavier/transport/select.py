@@ -80,13 +80,18 @@ class Transports:
         transports: list[Transport] = []
         published = Published(nixl=None, xoscar=None)
         refusals: list[tuple[str, str]] = []
-        for name in names:
-            try:
-                transports.append(_start(name, arenas, staging, host, published))
-            except TransportUnavailable as error:
-                if choice != AUTO:
-                    raise
-                refusals.append((name, str(error)))
+        try:
+            for name in names:
+                try:
+                    transports.append(_start(name, arenas, staging, host, published))
+                except TransportUnavailable as error:
+                    if choice != AUTO:
+                        raise
+                    refusals.append((name, str(error)))
+        except BaseException:
+            for transport in transports:
+                transport.close()
+            raise
         started = cls(transports, layout_digest=layout_digest, published=published)
         for name, reason in refusals:
             started._count(name, reason)
@@ -144,7 +149,10 @@ def _start(
     host: str | None,
     published: Published,
 ) -> Transport:
-    """Start one transport and add what it publishes. NIXL and xoscar are imported only here."""
+    """Start one transport and add what it publishes.
+
+    NIXL and xoscar are optional and slow to import: only a transport that is wanted does it.
+    """
     if name == "shm":
         return ShmTransport()
     if not staging:
@@ -160,10 +168,12 @@ def _start(
         published["nixl"] = nixl.metadata()
         return nixl
     if name == "xoscar":
-        from xinference_xavier.transport.xoscar import XoscarTransport
-
         if host is None:
             raise TransportUnavailable("no address to advertise is known")
+        try:
+            from xinference_xavier.transport.xoscar import XoscarTransport
+        except ImportError as error:
+            raise TransportUnavailable(f"xoscar is not installed: {error}") from error
         xoscar = XoscarTransport(views=views, slot_bytes=slot_bytes, staging=staging, host=host)
         published["xoscar"] = xoscar.address
         return xoscar

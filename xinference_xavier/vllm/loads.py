@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 import numpy as np
@@ -64,6 +64,23 @@ class _Load:
     """Failed blocks, counted from ``first_block``."""
 
 
+@dataclass(slots=True)
+class Source:
+    """What was loaded from one member (or ``own``) so far, and over which transport."""
+
+    transport: str
+    loads: int = 0
+    blocks: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    failures: int = 0
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain values; ``mb_per_s`` is what the copies and reads alone achieved."""
+        rate = self.nbytes / self.seconds / 1e6 if self.seconds else None
+        return {**asdict(self), "mb_per_s": rate}
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A load that ended. Of the request's blocks, those from ``first`` to before ``until`` hold
@@ -108,11 +125,16 @@ class Loads:
         self._unshipped: list[LoadJob] = []
         self._blocks_in_flight = 0
         self._hit_once: OrderedDict[bytes, None] = OrderedDict()
+        self._sources: dict[str, Source] = {}
 
     @property
     def jobs(self) -> int:
         """How many loads have not been reported by every rank."""
         return len(self._loads)
+
+    def sources(self) -> dict[str, dict[str, object]]:
+        """Return what was loaded, by member name; any thread."""
+        return {name: source.to_dict() for name, source in list(self._sources.items())}
 
     def room(self) -> bool:
         """Whether another load may start now (R14)."""
@@ -210,12 +232,26 @@ class Loads:
     def _judge(self, member: int, count: int, segment: SegmentResult) -> None:
         self._counters.verified_blocks += segment.verified_blocks
         good = count - len(segment.failed_rows)
+        source = self._source(member, segment.transport)
+        source.loads += 1
+        source.blocks += good
+        source.nbytes += segment.nbytes
+        source.seconds += segment.seconds
+        source.failures += segment.reason is not None
         if segment.reason is not None:
             self._counters.loads_failed[segment.reason] += 1
         if good:
             self._pace.loaded(member, good * self._block_tokens, segment.seconds)
         if member != OWN_STORE:
             self._control.report_load(member, segment.reason is None, segment.reason)
+
+    def _source(self, member: int, transport: str) -> Source:
+        info = self._control.member_info(member) if member != OWN_STORE else None
+        name = "own" if member == OWN_STORE else info.name if info else f"member {member}"
+        source = self._sources.setdefault(name, Source(transport))
+        if transport != "none":
+            source.transport = transport
+        return source
 
     def _end(self, load: _Load) -> Loaded:
         for run in load.runs:

@@ -234,6 +234,7 @@ class SchedulerSide:
             "options": self._options.to_mapping(),
             "store": {**parts.shape, **asdict(parts.index.counters())},
             "traffic": self._counters.to_dict(),
+            "sources": parts.loads.sources(),
             "hook_failures": dict(self._failures),
             "pace": self._pace.to_dict(),
             "pinned_blocks": parts.saves.pinned,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +24,7 @@ KV_MOST: Final = 4 * 2**30
 """A replica's own KV cache by default: 10 % of the memory limit, at most 4 GiB."""
 
 
+@cache
 def cpu_build_installed() -> bool:
     """Whether the vLLM that this interpreter would import is its CPU build."""
     try:

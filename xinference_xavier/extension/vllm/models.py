@@ -55,6 +55,9 @@ class GpuFirstModel(VLLMModel):  # type: ignore[misc]  # Xinference has no type 
     ``stop`` run on threads of the replica's process, ``stop`` also on its event loop.
     """
 
+    stock_class: ClassVar[type]
+    """The class of Xinference that this one stands before."""
+
     _launching: ClassVar[WeakSet[GpuFirstModel]] = WeakSet()
     """Launches in progress in this (worker's) process: an instance lives here until it is
     loaded, and its budgets are promised but not yet allocated."""
@@ -244,13 +247,19 @@ class GpuFirstModel(VLLMModel):  # type: ignore[misc]  # Xinference has no type 
 class GpuFirstVLLMModel(GpuFirstModel):
     """Text completion."""
 
+    stock_class = VLLMModel
+
 
 class GpuFirstVLLMChatModel(GpuFirstModel, VLLMChatModel):  # type: ignore[misc]  # as above
     """Chat."""
 
+    stock_class = VLLMChatModel
+
 
 class GpuFirstVLLMMultiModel(GpuFirstModel, VLLMMultiModel):  # type: ignore[misc]  # as above
     """Chat with images, audio or video; requests that have any go past the store."""
+
+    stock_class = VLLMMultiModel
 
 
 MODEL_CLASSES: Final = (GpuFirstVLLMModel, GpuFirstVLLMChatModel, GpuFirstVLLMMultiModel)

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reader's side of leases, against a peer that answers when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from xinference_xavier.control.breaker import Breaker
+from xinference_xavier.control.leases import LeaseKeeper, Peer, Reservation, ReservationState
+from xinference_xavier.control.messages import (
+    LeaseGrant,
+    MemberInfo,
+    Refused,
+    Timing,
+    pack_rows,
+    unpack_keys,
+)
+
+TIMING = Timing(renew_s=0.001, reserve_timeout_s=30.0, call_timeout_s=30.0)
+KEYS = [bytes([number]) * 32 for number in range(4)]
+ROWS = [(0, 5, 9), (1, 6, 10)]
+
+
+@dataclass
+class FakePeer:
+    """Answers in place of a PeerActor's reference."""
+
+    answer: Any = field(default_factory=lambda: LeaseGrant(7, pack_rows(ROWS)))
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    alive: bool = True
+    broken: bool = False
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    renewed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def reserve(self, *args: Any) -> Any:
+        self.calls.append(("reserve", *args))
+        await self.gate.wait()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    async def renew(self, *args: Any) -> list[bool]:
+        self.calls.append(("renew", *args))
+        self.renewed.set()
+        if self.broken:
+            raise ConnectionError("gone")
+        return [self.alive for _ in args[1]]
+
+    async def release(self, *args: Any) -> int:
+        self.calls.append(("release", *args))
+        if self.broken:
+            raise ConnectionError("gone")
+        return len(args[1])
+
+    def named(self, name: str) -> list[tuple[Any, ...]]:
+        return [call for call in self.calls if call[0] == name]
+
+
+class Scene:
+    """A keeper and one fake peer."""
+
+    def __init__(self) -> None:
+        self.verdicts: list[str | None] = []
+        self.refusals: list[str] = []
+        self.fake = FakePeer()
+        self.keeper = LeaseKeeper(
+            fingerprint=b"f" * 32,
+            reader=lambda: "b:2",
+            timing=TIMING,
+            verdict=lambda peer, failure: self.verdicts.append(failure),
+            refused=lambda peer, reason: self.refusals.append(reason),
+        )
+        info = MemberInfo("a", 11, "a:1", "host", 0.0)
+        self.peer = Peer(3, info, Breaker(1.0, 30.0), ref=self.fake)
+
+    async def ask(self) -> Reservation:
+        reservation = Reservation(3, "request")
+        self.keeper.reserve(reservation, self.peer, KEYS)
+        await self.turn()
+        return reservation
+
+    async def granted(self) -> Reservation:
+        self.fake.gate.set()
+        reservation = await self.ask()
+        await self.quiet()
+        assert reservation.state is ReservationState.GRANTED
+        return reservation
+
+    async def turn(self) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def quiet(self) -> None:
+        while self.keeper.in_flight():
+            await asyncio.sleep(0)
+
+
+def scene(test: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def run() -> None:
+        async def main() -> None:
+            await test(Scene())
+
+        asyncio.run(asyncio.wait_for(main(), 30))
+
+    run.__name__ = test.__name__
+    return run
+
+
+@scene
+async def test_a_grant_brings_rows_and_counts_its_life_from_before_it_was_asked(s: Scene) -> None:
+    loop = asyncio.get_running_loop()
+    before = loop.time()
+    reservation = await s.ask()
+    sent_by = loop.time()
+    s.fake.gate.set()
+    await s.quiet()
+    assert reservation.state is ReservationState.GRANTED
+    assert reservation.rows == ROWS
+    assert before <= reservation.expires - TIMING.promise_s <= sent_by
+    ((_, fingerprint, epoch, reader, request, keys, duration),) = s.fake.named("reserve")
+    assert (fingerprint, epoch, reader, request) == (b"f" * 32, 11, "b:2", "request")
+    assert (unpack_keys(keys), duration) == (KEYS, TIMING.promise_s)
+    assert s.verdicts == [None]
+
+
+@scene
+async def test_released_before_it_was_sent_nothing_is_sent(s: Scene) -> None:
+    reservation = Reservation(3, "request")
+    assert reservation.give_up()
+    s.keeper.reserve(reservation, s.peer, KEYS)
+    s.keeper.release(reservation)
+    await s.turn()
+    assert s.fake.calls == []
+
+
+@scene
+async def test_released_while_pending_the_grant_goes_back_on_arrival(s: Scene) -> None:
+    reservation = await s.ask()
+    assert reservation.give_up()
+    s.keeper.release(reservation)
+    s.fake.gate.set()
+    await s.quiet()
+    await s.turn()
+    assert s.fake.named("release") == [("release", 11, [7])]
+    assert reservation.state is ReservationState.RELEASED
+    assert s.keeper.held() == 0
+
+
+@scene
+async def test_a_second_release_is_not_sent(s: Scene) -> None:
+    reservation = await s.granted()
+    assert reservation.give_up()
+    assert not reservation.give_up()
+    s.keeper.release(reservation)
+    s.keeper.release(reservation)
+    await s.turn()
+    assert len(s.fake.named("release")) == 1
+
+
+@scene
+async def test_what_one_turn_gives_back_travels_together(s: Scene) -> None:
+    reservations = []
+    for lease in (1, 2, 3):
+        s.fake.answer = LeaseGrant(lease, pack_rows(ROWS))
+        reservations.append(await s.granted())
+    for reservation in reservations:
+        s.keeper.release(reservation)
+    await s.turn()
+    assert s.fake.named("release") == [("release", 11, [1, 2, 3])]
+
+
+@scene
+async def test_a_held_grant_is_renewed_at_once_and_again_until_released(s: Scene) -> None:
+    reservation = await s.granted()
+    promised = reservation.expires
+    s.keeper.hold(reservation)
+    await s.turn()
+    assert s.fake.named("renew") == [("renew", 11, [7], TIMING.lease_s)]
+    assert reservation.expires > promised
+    renewing = asyncio.create_task(s.keeper.renew_for_ever())
+    s.fake.renewed.clear()
+    await s.fake.renewed.wait()
+    s.keeper.release(reservation)
+    await s.quiet()
+    renewals = len(s.fake.named("renew"))
+    await asyncio.sleep(TIMING.renew_s * 3)
+    assert len(s.fake.named("renew")) == renewals
+    renewing.cancel()
+
+
+@scene
+async def test_an_unheld_grant_is_never_renewed(s: Scene) -> None:
+    await s.granted()
+    renewing = asyncio.create_task(s.keeper.renew_for_ever())
+    await asyncio.sleep(TIMING.renew_s * 3)
+    assert s.fake.named("renew") == []
+    renewing.cancel()
+
+
+@scene
+async def test_a_lease_that_the_source_ended_fails_and_is_not_given_back(s: Scene) -> None:
+    reservation = await s.granted()
+    s.fake.alive = False
+    s.keeper.hold(reservation)
+    await s.turn()
+    assert (reservation.state, reservation.reason) == (ReservationState.FAILED, "lease lost")
+    s.keeper.release(reservation)
+    await s.turn()
+    assert s.fake.named("release") == []
+
+
+@scene
+async def test_a_failed_renewal_blames_the_peer_and_leaves_the_expiry(s: Scene) -> None:
+    reservation = await s.granted()
+    expires = reservation.expires
+    s.fake.broken = True
+    s.keeper.hold(reservation)
+    await s.quiet()
+    await s.turn()
+    assert (reservation.state, reservation.expires) == (ReservationState.GRANTED, expires)
+    assert s.verdicts == [None, "gone"]
+    s.keeper.release(reservation)
+    await s.turn()
+    assert s.verdicts == [None, "gone", "gone"]
+    assert s.keeper.counters["releases failed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "verdicts", "refusals"),
+    [
+        (LeaseGrant(0, b""), "not held", [None], []),
+        (Refused.DRAINING, "draining", [], ["draining"]),
+        (Refused.CLOSED, "closed", [], ["closed"]),
+        (Refused.EPOCH, "stale epoch", [], []),
+        (ConnectionError("reset\nby peer"), "reset", ["reset"], []),
+    ],
+)
+def test_failures_are_told_apart(
+    answer: Any, reason: str, verdicts: list[str | None], refusals: list[str]
+) -> None:
+    @scene
+    async def run(s: Scene) -> None:
+        s.fake.answer = answer
+        s.fake.gate.set()
+        reservation = await s.ask()
+        await s.quiet()
+        assert (reservation.state, reservation.reason) == (ReservationState.FAILED, reason)
+        assert (s.verdicts, s.refusals) == (verdicts, refusals)
+        assert s.keeper.held() == 0
+
+    run()
+
+
+@scene
+async def test_drain_gives_everything_back_and_waits_for_it(s: Scene) -> None:
+    await s.granted()
+    s.fake.answer = LeaseGrant(8, pack_rows(ROWS))
+    await s.granted()
+    await s.keeper.drain()
+    assert s.fake.named("release") == [("release", 11, [7, 8])]
+    assert (s.keeper.held(), s.keeper.in_flight()) == (0, 0)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source's side of a lease, without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from control_harness import FINGERPRINT, fill, keys
+
+from xinference_xavier.control.messages import (
+    LeaseGrant,
+    Refused,
+    Timing,
+    pack_keys,
+    unpack_rows,
+)
+from xinference_xavier.control.peer import PeerActor, PeerState
+from xinference_xavier.store.index import SnapshotIndex
+
+EPOCH = 5
+TIMING = Timing(heartbeat_s=10.0, reap_s=0.001)
+
+
+class Source:
+    """A peer over a real index of 64 blocks, 20 of them ready."""
+
+    def __init__(self, close_hook: Callable[[float], dict[str, Any]] | None = None) -> None:
+        self.index = SnapshotIndex(device_slots=64, host_slots=0, spare_slots=0)
+        fill(self.index, keys(0, 20))
+        self.state = PeerState(
+            index=self.index,
+            fingerprint=FINGERPRINT,
+            workers=(),
+            status_hook=lambda: {"blocks": self.index.counters().device_blocks},
+            clear_hook=lambda: None,
+            close_hook=close_hook or self.close,
+            timing=TIMING,
+            epochs={EPOCH},
+        )
+        self.closes = 0
+        self.actor = PeerActor(self.state)
+
+    def close(self, deadline_s: float) -> dict[str, Any]:
+        self.closes += 1
+        self.index.close()
+        return {"closes": self.closes}
+
+    async def reserve(self, count: int, duration_s: float = 5.0, **changes: Any) -> Any:
+        named = {"fingerprint": FINGERPRINT, "epoch": EPOCH} | changes
+        return await self.actor.reserve(
+            named["fingerprint"], named["epoch"], "b:1", "r", pack_keys(keys(0, count)), duration_s
+        )
+
+    def leases(self) -> int:
+        return self.index.counters().leases
+
+
+def source(test: Callable[[Source], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def run() -> None:
+        async def main() -> None:
+            made = Source()
+            await test(made)
+            if not made.closes:
+                made.index.check_invariants()
+
+        asyncio.run(asyncio.wait_for(main(), 30))
+
+    run.__name__ = test.__name__
+    return run
+
+
+@source
+async def test_a_reservation_leases_the_ready_prefix_within_the_readers_share(s: Source) -> None:
+    grant = await s.reserve(10)
+    assert isinstance(grant, LeaseGrant)
+    assert [slot for _, slot, _ in unpack_rows(grant.rows)] == list(range(10))
+    assert s.leases() == 1
+    assert await s.actor.renew(EPOCH, [grant.lease_id, 999], 1.0) == [True, False]
+    assert await s.actor.release(EPOCH, [grant.lease_id, grant.lease_id]) == 1
+    assert s.leases() == 0
+    assert await s.actor.renew(EPOCH, [grant.lease_id], 1.0) == [False]
+
+
+@source
+async def test_strangers_and_messages_for_a_former_life_are_refused(s: Source) -> None:
+    assert await s.reserve(1, fingerprint=b"x" * 32) is Refused.FINGERPRINT
+    assert await s.reserve(1, epoch=EPOCH + 1) is Refused.EPOCH
+    assert await s.actor.introduce(FINGERPRINT, EPOCH + 1) is Refused.EPOCH
+    assert await s.actor.introduce(FINGERPRINT, EPOCH) == ()
+    grant = await s.reserve(1)
+    assert await s.actor.renew(EPOCH + 1, [grant.lease_id], 1.0) == [False]
+    assert await s.actor.release(EPOCH + 1, [grant.lease_id]) == 0
+    assert s.leases() == 1
+
+
+@source
+async def test_an_older_epoch_of_the_same_process_is_served(s: Source) -> None:
+    s.state.epochs.add(EPOCH + 1)
+    assert isinstance(await s.reserve(1), LeaseGrant)
+    assert isinstance(await s.reserve(1, epoch=EPOCH + 1), LeaseGrant)
+
+
+@source
+async def test_no_lease_outlives_the_heartbeat_limit(s: Source) -> None:
+    grant = await s.reserve(1, duration_s=1e6)
+    await s.actor.renew(EPOCH, [grant.lease_id], 1e6)
+    assert s.index.reap(asyncio.get_running_loop().time() + TIMING.heartbeat_s) == 1
+
+
+@source
+async def test_the_reaper_ends_what_nobody_renews(s: Source) -> None:
+    await s.actor.__post_create__()
+    await s.reserve(5, duration_s=1e-6)
+    while s.leases():
+        await asyncio.sleep(0.001)
+    await s.actor.__pre_destroy__()
+    assert s.index.counters().totals.reaped == 1
+
+
+@source
+async def test_a_closed_index_answers_politely_even_if_nobody_closed_the_peer(s: Source) -> None:
+    grant = await s.reserve(1)
+    s.close(0.0)
+    assert await s.reserve(1) is Refused.CLOSED
+    assert await s.actor.renew(EPOCH, [grant.lease_id], 1.0) == [False]
+    assert await s.actor.release(EPOCH, [grant.lease_id]) == 0
+
+
+@source
+async def test_hooks_answer(s: Source) -> None:
+    assert await s.actor.describe() == {"blocks": 20}
+    assert await s.actor.clear() == {}
+
+
+def test_while_closing_nothing_is_granted_and_a_caller_that_goes_does_not_stop_it() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def hook(deadline_s: float) -> dict[str, Any]:
+        entered.set()
+        leave.wait(30)
+        return {"deadline_s": deadline_s}
+
+    async def run() -> None:
+        s = Source(hook)
+        impatient = asyncio.create_task(s.actor.close(3.0))
+        await asyncio.to_thread(entered.wait, 30)
+        assert await s.reserve(1) is Refused.DRAINING
+        impatient.cancel()
+        second = asyncio.create_task(s.actor.close(9.0))
+        leave.set()
+        assert await second == {"deadline_s": 3.0}
+        assert impatient.cancelled()
+        assert await s.reserve(1) is Refused.CLOSED
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_close_that_failed_is_tried_again() -> None:
+    outcomes: list[Any] = [RuntimeError("fence"), {"done": True}]
+
+    def hook(deadline_s: float) -> dict[str, Any]:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def run() -> None:
+        s = Source(hook)
+        with pytest.raises(RuntimeError, match="fence"):
+            await s.actor.close(1.0)
+        assert await s.reserve(1) is Refused.CLOSED
+        assert await s.actor.close(1.0) == {"done": True}
+
+    asyncio.run(asyncio.wait_for(run(), 60))

@@ -1,0 +1,650 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load engine: a row is right or reported, whatever the source does."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
+
+import pytest
+import torch
+from kvcache import WAIT_S, Cache, Rows, ScriptedDevice, drain, plain_cache, table
+
+from xinference_xavier.store.arena import Arena
+from xinference_xavier.store.copier import CopyEngine, EngineClosed
+from xinference_xavier.store.jobs import (
+    OWN_STORE,
+    LoadJob,
+    LoadResult,
+    LoadSegment,
+    StoreJob,
+    Tier,
+)
+from xinference_xavier.transport.base import (
+    Connection,
+    SlotView,
+    TransferFailed,
+    TransferTimeout,
+    Transport,
+    TransportUnavailable,
+    WorkerHandle,
+)
+from xinference_xavier.transport.loader import LoadEngine
+from xinference_xavier.transport.select import Transports
+
+D, H = int(Tier.DEVICE), int(Tier.HOST)
+SLOTS = 16
+STAGING = range(12, 16)
+UNTOUCHED = 0x7E
+
+
+class Source:
+    """A peer's arenas, filled with its own random blocks: slot ``s`` has generation ``100 + s``."""
+
+    def __init__(self, seed: int, *, verify: str = "checksum") -> None:
+        self.cache = plain_cache(seed)
+        self.arenas = {
+            tier: Arena.create(SLOTS, self.cache.layout.slot_bytes, f"peer-{tier.name}")
+            for tier in Tier
+        }
+        engine = CopyEngine(
+            layout=self.cache.layout,
+            arenas=self.arenas,
+            device=self.cache.device,
+            verify=verify,
+        )
+        blocks = range(self.cache.layout.num_blocks)
+        stores = [(b, tier, b, 100 + b, -1) for tier in Tier for b in blocks]
+        engine.submit(StoreJob(1, table([], 3), table(stores, 5)))
+        engine.close(WAIT_S)
+        (result,) = engine.poll()
+        assert not result.failed_stores
+
+    def handle(self, *, rank: int = 0) -> WorkerHandle:
+        return WorkerHandle(
+            rank=rank,
+            host_id="host",
+            layout_digest=self.cache.layout.digest(),
+            arenas={tier: arena.handle() for tier, arena in self.arenas.items()},
+        )
+
+    def view(self, tier: Tier) -> SlotView:
+        return SlotView(self.arenas[tier].data, self.arenas[tier].meta)
+
+    def close(self) -> None:
+        for arena in self.arenas.values():
+            arena.close()
+
+
+class FaultyConnection(Connection):
+    """Maps, or fetches into staging slots, and does what the test's script says."""
+
+    transport: ClassVar[str] = "faulty"
+
+    def __init__(self, owner: FaultyTransport, source: Source) -> None:
+        self._owner = owner
+        self._source = source
+        self.closed = threading.Event()
+        self.dead = False
+
+    def view(self, tier: Tier) -> SlotView | None:
+        return self._source.view(tier) if self._owner.mapped else None
+
+    def fetch(
+        self, tier: Tier, slots: Sequence[int], staging: Sequence[int], *, deadline: float
+    ) -> torch.Tensor:
+        assert not self.closed.is_set()
+        self._owner.fetches.append((list(slots), list(staging)))
+        view, ours = self._source.view(tier), self._owner.staging
+        ours[list(staging)] = view.data[list(slots)]
+        meta = view.meta[list(slots)]
+        return self._owner.fault(len(self._owner.fetches), list(staging), meta)
+
+    def alive(self) -> bool:
+        return not self.dead
+
+    def close(self) -> None:
+        assert not self.closed.is_set()
+        self.closed.set()
+
+
+Fault = Callable[[int, list[int], torch.Tensor], torch.Tensor]
+
+
+class FaultyTransport(Transport):
+    """Connects handles to sources; ``fault(n, staging, meta)`` ends the n-th fetch."""
+
+    name: ClassVar[str] = "faulty"
+
+    def __init__(self, *, mapped: bool) -> None:
+        self.mapped = mapped
+        self.sources: dict[bytes, Source] = {}
+        self.connections: list[FaultyConnection] = []
+        self.fetches: list[tuple[list[int], list[int]]] = []
+        self.stuck: set[int] = set()
+        self.fault: Fault = lambda _n, _staging, meta: meta
+        self.connecting: Callable[[], None] = lambda: None
+        self.staging = torch.empty(0)
+
+    def connect(self, peer: WorkerHandle) -> FaultyConnection:
+        self.connecting()
+        source = self.sources[peer.arenas[Tier.HOST].nonce]
+        self.connections.append(FaultyConnection(self, source))
+        return self.connections[-1]
+
+    def quarantined(self) -> frozenset[int]:
+        return frozenset(self.stuck)
+
+    def close(self) -> None:
+        pass
+
+
+class Rig:
+    """A reader: its KV cache and arenas, two peers, and a load engine."""
+
+    def __init__(
+        self, *, mapped: bool = True, verify: str = "off", threads: int = 2, reap_s: float = 60.0
+    ) -> None:
+        self.cache = plain_cache(seed=5, num_blocks=40)
+        for view in self.cache.views:
+            view.fill_(UNTOUCHED)
+        self.device = ScriptedDevice(self.cache)
+        self.own = Source(seed=10)
+        self.peers = {member: Source(seed=10 + member) for member in (1, 2)}
+        self.transport = FaultyTransport(mapped=mapped)
+        self.transport.sources = {
+            source.arenas[Tier.HOST].handle().nonce: source for source in self.peers.values()
+        }
+        self.transport.staging = self.own.arenas[Tier.HOST].data
+        self.handles = {member: source.handle() for member, source in self.peers.items()}
+        self.transports = Transports([self.transport], layout_digest=self.cache.layout.digest())
+        self.engine = LoadEngine(
+            layout=self.cache.layout,
+            arenas=self.own.arenas,
+            device=self.device,
+            verify=verify,
+            staging=STAGING,
+            transports=self.transports,
+            threads=threads,
+            reap_s=reap_s,
+        )
+        self._jobs = 0
+
+    def submit(self, *segments: tuple[int, Rows], timeout_s: float = WAIT_S) -> int:
+        self._jobs += 1
+        parts = tuple(LoadSegment(member, table(rows, 4)) for member, rows in segments)
+        job = LoadJob(self._jobs, f"request-{self._jobs}", parts, timeout_s)
+        self.engine.submit(job, self.handles)
+        return self._jobs
+
+    def load(self, *segments: tuple[int, Rows], timeout_s: float = WAIT_S) -> LoadResult:
+        self.submit(*segments, timeout_s=timeout_s)
+        (result,) = drain(self.engine)
+        return result
+
+    def untouched(self, *blocks: int) -> bool:
+        return all(set(self.cache.block(block)) == {UNTOUCHED} for block in blocks)
+
+    def has(self, block: int, source: Source, slot: int) -> bool:
+        return self.cache.block(block) == source.cache.block(slot)
+
+    def close(self) -> None:
+        self.engine.close(WAIT_S)
+        for source in (self.own, *self.peers.values()):
+            source.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def made(**settings: object) -> Rig:
+        rigs.append(Rig(**settings))
+        return rigs[-1]
+
+    yield made
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.fixture(params=["mapped", "fetching"])
+def rig(make: Callable[..., Rig], request: pytest.FixtureRequest) -> Rig:
+    return make(mapped=request.param == "mapped")
+
+
+def rows(*slots_and_blocks: tuple[int, int], tier: int = H) -> list[tuple[int, ...]]:
+    return [(tier, slot, 100 + slot, block) for slot, block in slots_and_blocks]
+
+
+FIVE = rows((0, 20), (1, 21), (7, 22), (6, 23), (2, 30))
+
+
+def test_own_tiers_are_loaded_without_a_transport(rig: Rig) -> None:
+    result = rig.load((OWN_STORE, rows((3, 8), (4, 9)) + rows((5, 10), tier=D)))
+    (part,) = result.segments
+    assert (part.failed_rows, part.reason, part.transport) == (set(), None, "local")
+    assert part.nbytes == 3 * rig.cache.layout.slot_bytes
+    for slot, block in [(3, 8), (4, 9), (5, 10)]:
+        assert rig.has(block, rig.own, slot)
+    assert rig.untouched(7, 11)
+    assert rig.transport.connections == []
+
+
+def test_one_load_joins_own_store_and_two_peers_into_one_prefix(rig: Rig) -> None:
+    result = rig.load(
+        (OWN_STORE, rows((3, 0))),
+        (1, rows((4, 1)) + rows((5, 2), tier=D)),
+        (2, rows((4, 3))),
+    )
+    assert [part.failed_rows for part in result.segments] == [set()] * 3
+    assert [part.member for part in result.segments] == [OWN_STORE, 1, 2]
+    assert result.segments[1].transport == "faulty"
+    assert rig.has(0, rig.own, 3)
+    assert rig.has(1, rig.peers[1], 4)
+    assert rig.has(2, rig.peers[1], 5)
+    assert rig.has(3, rig.peers[2], 4)
+    assert result.request_id == "request-1"
+
+
+def test_a_fetch_takes_no_more_slots_than_are_staged(make: Callable[..., Rig]) -> None:
+    rig = make(mapped=False)
+    ten = rows(*[(slot, slot + 20) for slot in range(10)])
+    assert rig.load((1, ten)).segments[0].failed_rows == set()
+    assert [len(slots) for slots, _ in rig.transport.fetches] == [4, 4, 2]
+    assert all(set(staging) <= set(STAGING) for _, staging in rig.transport.fetches)
+    assert all(rig.has(slot + 20, rig.peers[1], slot) for slot in range(10))
+
+
+def test_a_connection_is_opened_once_and_kept(rig: Rig) -> None:
+    for _ in range(3):
+        rig.load((1, FIVE))
+    assert len(rig.transport.connections) == 1
+    status = rig.engine.status()
+    assert set(status) == {1}
+    assert status[1]["transport"] == "faulty"
+    assert status[1]["bytes"] == 15 * rig.cache.layout.slot_bytes
+    assert status[1]["bytes_per_s"] == status[1]["bytes"] / status[1]["seconds"]
+
+
+@pytest.mark.parametrize("found", [0, 999])
+def test_a_slot_with_another_generation_is_a_failed_row(rig: Rig, found: int) -> None:
+    rig.peers[1].arenas[Tier.HOST].meta[7, 0] = found
+    (part,) = rig.load((1, FIVE)).segments
+    assert 2 in part.failed_rows
+    assert part.reason == "generation"
+    assert rig.has(20, rig.peers[1], 0)
+    assert rig.has(21, rig.peers[1], 1)
+    assert rig.untouched(22)
+
+
+def test_a_promise_of_generation_zero_is_never_kept(rig: Rig) -> None:
+    rig.peers[1].arenas[Tier.HOST].meta[3, 0] = 0
+    (part,) = rig.load((1, [(H, 3, 0, 20)])).segments
+    assert (part.failed_rows, part.reason) == ({0}, "generation")
+
+
+def test_a_slot_reassigned_during_the_copy_is_a_failed_row(make: Callable[..., Rig]) -> None:
+    rig = make(mapped=True)
+    meta = rig.peers[1].arenas[Tier.HOST].meta
+
+    def reassign() -> None:
+        meta[7, 0] = 999
+
+    rig.device.after["scatter"] = reassign
+    (part,) = rig.load((1, FIVE)).segments
+    assert (part.failed_rows, part.reason) == ({2}, "generation")
+
+
+def test_own_slots_are_checked_too(rig: Rig) -> None:
+    rig.own.arenas[Tier.DEVICE].meta[2, 0] = 1
+    (part,) = rig.load((OWN_STORE, rows((1, 20), (2, 21), tier=D))).segments
+    assert (part.failed_rows, part.reason) == ({1}, "generation")
+
+
+def test_after_a_failed_row_the_rest_of_the_prefix_is_not_loaded(rig: Rig) -> None:
+    rig.peers[1].arenas[Tier.HOST].meta[1, 0] = 999
+    result = rig.load((OWN_STORE, rows((0, 0))), (1, FIVE), (2, rows((0, 1), (1, 2))))
+    own, failed, skipped = result.segments
+    assert own.failed_rows == set()
+    assert 1 in failed.failed_rows
+    assert (skipped.failed_rows, skipped.reason) == ({0, 1}, "skipped")
+    assert rig.untouched(1, 2)
+    assert len(rig.transport.connections) == 1
+
+
+def test_a_read_that_fails_keeps_what_was_loaded_before_it(make: Callable[..., Rig]) -> None:
+    rig = make(mapped=False)
+
+    def fault(n: int, staging: list[int], meta: torch.Tensor) -> torch.Tensor:
+        if n == 2:
+            raise TransferFailed("broken")
+        return meta
+
+    rig.transport.fault = fault
+    (part,) = rig.load((1, FIVE)).segments
+    assert (part.failed_rows, part.reason) == ({4}, "transfer")
+    assert rig.has(23, rig.peers[1], 6)
+    assert rig.untouched(30)
+    assert part.nbytes == 4 * rig.cache.layout.slot_bytes
+
+
+def test_a_path_that_failed_is_opened_anew_by_the_next_load(make: Callable[..., Rig]) -> None:
+    rig = make(mapped=False)
+
+    def broken(n: int, staging: list[int], meta: torch.Tensor) -> torch.Tensor:
+        raise TransferFailed("broken")
+
+    rig.transport.fault = broken
+    rig.load((1, FIVE))
+    assert rig.transport.connections[0].closed.is_set()
+    rig.transport.fault = lambda _n, _staging, meta: meta
+    assert rig.load((1, FIVE)).segments[0].failed_rows == set()
+    assert len(rig.transport.connections) == 2
+
+
+def test_short_data_is_a_failed_read(make: Callable[..., Rig]) -> None:
+    rig = make(mapped=False)
+    rig.transport.fault = lambda _n, _staging, meta: meta[:-1]
+    (part,) = rig.load((1, FIVE)).segments
+    assert (part.failed_rows, part.reason) == ({0, 1, 2, 3, 4}, "transfer")
+    assert rig.untouched(20, 21, 22, 23, 30)
+
+
+def test_slots_of_a_timed_out_read_stay_out_of_use_until_it_is_over(
+    make: Callable[..., Rig],
+) -> None:
+    rig = make(mapped=False)
+
+    def never(n: int, staging: list[int], meta: torch.Tensor) -> torch.Tensor:
+        rig.transport.stuck.update(staging)
+        raise TransferTimeout("never ended")
+
+    rig.transport.fault = never
+    (part,) = rig.load((1, rows((0, 20), (1, 21), (2, 22)))).segments
+    assert (part.failed_rows, part.reason) == ({0, 1, 2}, "timeout")
+    assert rig.untouched(20, 21, 22)
+    rig.transport.fault = lambda _n, _staging, meta: meta
+    assert rig.load((2, FIVE)).segments[0].failed_rows == set()
+    late = set(rig.transport.fetches[0][1])
+    assert all(not late & set(staging) for _, staging in rig.transport.fetches[1:])
+    rig.transport.stuck.clear()
+    rig.transport.fetches.clear()
+    rig.load((2, FIVE))
+    assert len(rig.transport.fetches[0][1]) == len(STAGING)
+    assert not rig.transport.connections[0].closed.is_set()
+
+
+def test_a_load_that_finds_no_staging_slot_in_time_has_failed_rows(
+    make: Callable[..., Rig],
+) -> None:
+    rig = make(mapped=False)
+    rig.transport.stuck.update(STAGING)
+
+    def never(n: int, staging: list[int], meta: torch.Tensor) -> torch.Tensor:
+        raise TransferTimeout("never ended")
+
+    rig.transport.fault = never
+    rig.load((1, rows(*[(slot, slot + 20) for slot in range(4)])))
+    (part,) = rig.load((1, FIVE), timeout_s=0.05).segments
+    assert (part.failed_rows, part.reason) == ({0, 1, 2, 3, 4}, "timeout")
+    assert len(rig.transport.fetches) == 1
+
+
+def test_a_load_that_begins_too_late_reads_nothing(rig: Rig) -> None:
+    result = rig.load((OWN_STORE, rows((0, 20))), (1, FIVE), timeout_s=0.0)
+    own, peer = result.segments
+    assert (own.failed_rows, own.reason) == ({0}, "timeout")
+    assert (peer.failed_rows, peer.reason) == ({0, 1, 2, 3, 4}, "skipped")
+    assert rig.untouched(20, 21)
+
+
+def damage(rig: Rig, slot: int) -> None:
+    rig.peers[1].arenas[Tier.HOST].data[slot, 777] ^= 1
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_flipped_byte_is_found_when_verification_is_on(
+    make: Callable[..., Rig], mapped: bool
+) -> None:
+    rig = make(mapped=mapped, verify="checksum")
+    damage(rig, 7)
+    (part,) = rig.load((1, FIVE)).segments
+    assert 2 in part.failed_rows
+    assert not part.failed_rows & {0, 1, 3}
+    assert part.reason == "checksum"
+    assert part.verified_blocks == 5 - len(part.failed_rows)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_intact_blocks_are_all_verified(make: Callable[..., Rig], mapped: bool) -> None:
+    rig = make(mapped=mapped, verify="checksum")
+    many = rows(*[(slot % 12, slot) for slot in range(37)])
+    result = rig.load((1, many), (OWN_STORE, rows((0, 38))))
+    assert [part.verified_blocks for part in result.segments] == [37, 1]
+    assert [part.failed_rows for part in result.segments] == [set(), set()]
+
+
+def test_a_kv_block_damaged_by_the_copy_itself_is_found(make: Callable[..., Rig]) -> None:
+    rig = make(verify="checksum")
+
+    def clobber() -> None:
+        rig.cache.views[1][21, 5] ^= 64
+
+    rig.device.after["scatter"] = clobber
+    (part,) = rig.load((1, FIVE)).segments
+    assert (part.failed_rows, part.reason) == ({1}, "checksum")
+
+
+def test_a_slot_without_checksum_does_not_pass_verification(make: Callable[..., Rig]) -> None:
+    rig = make(verify="checksum")
+    rig.peers[1].arenas[Tier.HOST].meta[:, 1] = 0
+    (part,) = rig.load((1, FIVE)).segments
+    assert (part.failed_rows, part.reason) == ({0, 1, 2, 3, 4}, "checksum")
+    assert part.verified_blocks == 0
+
+
+def test_without_verification_nothing_counts_as_verified(rig: Rig) -> None:
+    damage(rig, 7)
+    (part,) = rig.load((1, FIVE)).segments
+    assert (part.failed_rows, part.verified_blocks) == (set(), 0)
+
+
+def refuse() -> None:
+    raise TransportUnavailable("no route")
+
+
+@pytest.mark.parametrize("case", ["no handle", "no route", "other layout"])
+def test_a_peer_that_cannot_be_reached_is_unavailable(rig: Rig, case: str) -> None:
+    if case == "no handle":
+        del rig.handles[1]
+    elif case == "no route":
+        rig.transport.connecting = refuse
+    else:
+        rig.handles[1] = dataclasses.replace(rig.handles[1], layout_digest="other")
+    (part,) = rig.load((1, FIVE)).segments
+    assert (part.failed_rows, part.reason) == ({0, 1, 2, 3, 4}, "unavailable")
+    assert part.transport == "none"
+    assert rig.engine.status() == {}
+
+
+def test_a_refused_peer_is_tried_again_by_the_next_load(rig: Rig) -> None:
+    rig.transport.connecting = refuse
+    rig.load((1, FIVE))
+    rig.transport.connecting = lambda: None
+    assert rig.load((1, FIVE)).segments[0].failed_rows == set()
+
+
+@pytest.mark.parametrize("row", [(H, 0, 100, 40), (H, 0, 100, -1), (H, 16, 100, 3), (H, -1, 1, 3)])
+def test_rows_outside_cache_or_arena_fail_without_a_copy(
+    make: Callable[..., Rig], row: tuple[int, ...]
+) -> None:
+    rig = make(mapped=True)
+    (part,) = rig.load((1, [row])).segments
+    assert (part.failed_rows, part.reason) == ({0}, "transfer")
+    assert rig.device.calls == []
+
+
+def test_an_unforeseen_error_fails_the_rows_and_spares_the_thread(make: Callable[..., Rig]) -> None:
+    rig = make(threads=1)
+
+    def boom() -> None:
+        raise RuntimeError("boom")
+
+    rig.device.before["scatter"] = boom
+    (part,) = rig.load((1, FIVE)).segments
+    assert (part.failed_rows, part.reason) == ({0, 1, 2, 3, 4}, "transfer")
+    rig.device.before.clear()
+    assert rig.load((1, FIVE)).segments[0].failed_rows == set()
+
+
+def test_two_loads_of_one_peer_share_the_connection_that_is_being_opened(rig: Rig) -> None:
+    inside, go = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        inside.set()
+        assert go.wait(WAIT_S)
+
+    rig.transport.connecting = slow
+    rig.submit((1, rows((0, 20))))
+    rig.submit((1, rows((1, 21))))
+    assert inside.wait(WAIT_S)
+    go.set()
+    assert [r.segments[0].failed_rows for r in drain(rig.engine)] == [set(), set()]
+    assert len(rig.transport.connections) == 1
+
+
+def test_a_peer_with_a_new_handle_gets_a_new_connection(rig: Rig) -> None:
+    rig.load((1, FIVE))
+    rig.handles[1] = dataclasses.replace(rig.handles[1], rank=1)
+    assert rig.load((1, FIVE)).segments[0].failed_rows == set()
+    old, new = rig.transport.connections
+    assert old.closed.is_set()
+    assert not new.closed.is_set()
+
+
+def test_a_connection_in_use_is_closed_by_its_last_user(make: Callable[..., Rig]) -> None:
+    rig = make(mapped=True)
+    inside, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        rig.device.before.clear()
+        inside.set()
+        assert go.wait(WAIT_S)
+
+    rig.device.before["scatter"] = hold
+    rig.submit((1, rows((0, 20))))
+    assert inside.wait(WAIT_S)
+    rig.handles[1] = dataclasses.replace(rig.handles[1], rank=1)
+    rig.submit((1, rows((1, 21))))
+    while len(rig.transport.connections) < 2:
+        time.sleep(0.0005)
+    assert not rig.transport.connections[0].closed.is_set()
+    go.set()
+    assert len(drain(rig.engine)) == 2
+    assert rig.transport.connections[0].closed.is_set()
+    assert rig.has(20, rig.peers[1], 0)
+
+
+def test_a_dead_peer_is_let_go_without_any_load(make: Callable[..., Rig]) -> None:
+    rig = make(reap_s=0.01)
+    rig.load((1, FIVE), (2, rows((0, 1))))
+    dead, living = rig.transport.connections
+    dead.dead = True
+    assert dead.closed.wait(WAIT_S)
+    assert not living.closed.is_set()
+    assert set(rig.engine.status()) == {2}
+
+
+def test_a_transport_that_cannot_tell_whether_a_peer_lives_stops_nothing(
+    make: Callable[..., Rig],
+) -> None:
+    rig = make(reap_s=0.01, threads=1)
+    rig.load((1, FIVE))
+    asked = threading.Event()
+
+    def fail() -> bool:
+        asked.set()
+        raise RuntimeError("boom")
+
+    rig.transport.connections[0].alive = fail
+    assert asked.wait(WAIT_S)
+    assert rig.load((1, FIVE)).segments[0].failed_rows == set()
+
+
+def test_closing_ends_queued_loads_and_closes_connections(rig: Rig) -> None:
+    for _ in range(4):
+        rig.submit((1, FIVE))
+    assert rig.engine.close(WAIT_S)
+    assert rig.engine.close(WAIT_S)
+    results = rig.engine.poll()
+    assert [result.segments[0].failed_rows for result in results] == [set()] * 4
+    assert all(connection.closed.is_set() for connection in rig.transport.connections)
+    with pytest.raises(EngineClosed):
+        rig.submit((1, FIVE))
+    assert rig.engine.pending == 0
+
+
+def test_closing_past_the_deadline_fails_what_had_not_begun(make: Callable[..., Rig]) -> None:
+    rig = make(mapped=True, threads=1)
+    inside, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        inside.set()
+        assert go.wait(WAIT_S)
+
+    rig.device.before["scatter"] = hold
+    rig.submit((1, rows((0, 20))))
+    rig.submit((1, rows((1, 21))))
+    assert inside.wait(WAIT_S)
+    assert not rig.engine.close(0.0)
+    assert rig.engine.poll() == []
+    assert not rig.transport.connections[0].closed.is_set()
+    go.set()
+    assert rig.engine.close(WAIT_S)
+    running, waiting = rig.engine.poll()
+    assert running.segments[0].failed_rows == set()
+    assert (waiting.segments[0].failed_rows, waiting.segments[0].reason) == ({0}, "closed")
+    assert rig.transport.connections[0].closed.is_set()
+
+
+def test_every_bfloat16_pattern_survives_store_demotion_and_load() -> None:
+    patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+    kv = {"layer": patterns.clone().view(torch.bfloat16).view(8, 16, 512)}
+    cache = Cache(kv, num_blocks=8)
+    arenas = {tier: Arena.create(9, cache.layout.slot_bytes, "bf16") for tier in Tier}
+    means = {"layout": cache.layout, "arenas": arenas, "device": cache.device}
+    copies = CopyEngine(**means, verify="checksum")
+    blocks = range(8)
+    copies.submit(StoreJob(1, table([], 3), table([(b, D, b, 1 + b, -1) for b in blocks], 5)))
+    copies.submit(StoreJob(2, table([(b, 7 - b, 20 + b) for b in blocks], 3), table([], 5)))
+    assert copies.close(WAIT_S)
+    assert not any(r.failed_stores | r.failed_demotions for r in copies.poll())
+    kv["layer"].view(torch.int16).fill_(-1)
+    loads = LoadEngine(
+        **means,
+        verify="checksum",
+        staging=range(8, 9),
+        transports=Transports([], layout_digest=cache.layout.digest()),
+    )
+    segment = LoadSegment(OWN_STORE, table([(H, 7 - b, 20 + b, b) for b in blocks], 4))
+    loads.submit(LoadJob(1, "r", (segment,), WAIT_S), {})
+    (result,) = drain(loads)
+    loads.close(WAIT_S)
+    for arena in arenas.values():
+        arena.close()
+    assert result.segments[0].verified_blocks == 8
+    assert torch.equal(kv["layer"].view(torch.int16).flatten(), patterns)
+
+
+def test_an_empty_load_succeeds(rig: Rig) -> None:
+    assert rig.load().segments == []
+    assert rig.load((1, [])).segments[0].failed_rows == set()
+
+
+def test_failed_rows_are_plain_integers(rig: Rig) -> None:
+    rig.peers[1].arenas[Tier.HOST].meta[0, 0] = 5
+    (part,) = rig.load((1, FIVE)).segments
+    assert {type(row) for row in part.failed_rows} == {int}
