@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ class Engine:
     log: Path
     core: int
     extra: dict[str, Any] | None = None
+    """Options of the connector; None for a plain engine without one."""
     kv_blocks: int = 400
     max_model_len: int = 2048
     arguments: list[str] = field(default_factory=list)
@@ -150,10 +153,8 @@ class Engine:
             return
         children = self.processes()
         self.process.send_signal(signal.SIGTERM)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            pass
         _, alive = psutil.wait_procs(children, timeout=10)
         for process in alive:
             process.kill()
@@ -176,7 +177,34 @@ def describe(directory: str, namespace: str = "default") -> dict[str, dict[str, 
     async def ask() -> dict[str, dict[str, Any]]:
         members = await directory_members(directory, namespace, timeout_s=20)
         return {
-            info.name: await peer_call(info.address, "describe", timeout_s=20) for _, _, info in members
+            info.name: await peer_call(info.address, "describe", timeout_s=20)
+            for _, _, info in members
         }
 
     return asyncio.run(ask())
+
+
+@contextlib.contextmanager
+def running_directory(log: Path) -> Iterator[str]:
+    """Run ``xinference-xavier directory``; yields its address."""
+    address = f"127.0.0.1:{free_port()}"
+    host, port = address.split(":")
+    command = [sys.executable, "-m", "xinference_xavier.cli", "directory"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--host", host, "--port", port], stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        yield address
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30) -> None:
+    """Poll a condition of another process; fails the test with ``what`` at the timeout."""
+    until = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > until:
+            raise AssertionError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(0.05)

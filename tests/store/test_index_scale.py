@@ -103,7 +103,7 @@ def test_arrivals_find_their_place_cheaply_in_any_order_of_commits(order, hot_ho
     reads = CountingList.reads
     index.check_invariants()
     assert index.counters().totals.demotions == 2 * count
-    assert reads <= 32 * count
+    assert reads <= 16 * count
 
 
 def test_failed_demotions_find_their_places_cheaply():
@@ -120,7 +120,7 @@ def test_failed_demotions_find_their_places_cheaply():
     reads = CountingList.reads
     index.check_invariants()
     assert index.counters().totals.failed_demotions == count
-    assert reads <= 32 * count
+    assert reads <= 16 * count
 
 
 def test_a_clear_does_not_walk_over_the_blocks():

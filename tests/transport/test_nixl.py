@@ -284,9 +284,9 @@ class TestDeadAndHungPeers:
             connection.fetch(Tier.HOST, range(256), staging, deadline=soon(0.2))
         transport.close()
         big_reader.host.fill_(0xA5)
+        # The source ends of this (see nixl_path): whichever way, nothing arrives any more.
         mortal.signal(signal.SIGCONT)
-        mortal.order("anything")
-        mortal.order("end")
+        mortal.process.join(2.0)
         assert big_reader.changed() == set()
 
     def test_a_hung_peer_does_not_hold_up_the_reads_from_another(
@@ -299,9 +299,9 @@ class TestDeadAndHungPeers:
             hung.fetch(Tier.HOST, [0], staging[:1], deadline=soon())
             mortal.signal(signal.SIGSTOP)
             stuck = threading.Thread(
-                target=lambda: pytest.raises(
-                    TransferFailed, hung.fetch, Tier.HOST, range(64), staging[:64], deadline=soon()
-                )
+                target=hung.fetch,
+                args=(Tier.HOST, range(64), staging[:64]),
+                kwargs={"deadline": soon()},
             )
             stuck.start()
             wait_until(lambda: transport._active == 1)
@@ -355,6 +355,24 @@ class TestHandshake:
         reader.transport.connect(source.handle).fetch(
             Tier.HOST, [0], [reader.staging.start], deadline=soon()
         )
+
+    def test_a_peer_that_only_sockets_reach_is_left_to_others(
+        self, source: Source, reader: Reader, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("UCX_TLS", raising=False)
+        assert source.handle.nixl is not None
+        advert = nixl._decode(source.handle.nixl)
+        elsewhere = [
+            replace(advert.path, pid=2**22 - 1),  # no such process here
+            replace(advert.path, pid=os.getpid()),  # a number that is somebody else's here
+            replace(advert.path, token="00" * 16),  # memory that holds something else
+        ]
+        for path in elsewhere:
+            blob = nixl._encode(replace(advert, path=path))
+            with pytest.raises(TransportUnavailable, match="only sockets"):
+                reader.transport.connect(replace(source.handle, nixl=blob))
+        monkeypatch.setenv("UCX_TLS", "tcp,self")
+        reader.transport.connect(replace(source.handle, nixl=blob))
 
     def test_slots_of_another_size_are_refused(self, source: Source) -> None:
         other = Reader("nixl", slot_bytes=8192)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from shm_peer import BLOCKS, SLOTS, Peer, content, make_cache
+from store_peer import BLOCKS, SLOTS, Peer, content, make_cache
 
 from xinference_xavier.store.device import CpuDevice, IntArray
 from xinference_xavier.store.jobs import LoadJob, LoadSegment, SegmentResult, Tier
@@ -120,9 +121,12 @@ def test_no_torn_slot_ever_counts_as_loaded(peer: Peer, reader: Reader) -> None:
     peer.ask("churn")
     connection = ShmTransport().connect(peer.handle)
     meta = connection.view(Tier.HOST).meta
+    # Lets the writer in between the look at the generation and the copy, every other time.
+    turns = itertools.cycle([0.0, 5e-5])
+    reader.device.pause = lambda: time.sleep(next(turns))
     refused = 0
     end = time.monotonic() + WAIT_S
-    while refused < 50 and time.monotonic() < end:
+    while refused < 200 and time.monotonic() < end:
         generation = int(meta[0, 0])
         result = reader.load((H, 0, generation, 0))
         if result.failed_rows:
@@ -130,7 +134,8 @@ def test_no_torn_slot_ever_counts_as_loaded(peer: Peer, reader: Reader) -> None:
         else:
             assert reader.block(0) == reader.content(generation)
     peer.ask("stop")
-    assert refused == 50
+    reader.device.pause = lambda: None
+    assert refused == 200
     last = int(meta[0, 0])
     assert reader.load((H, 0, last, 0)).failed_rows == set()
     assert reader.block(0) == reader.content(last)

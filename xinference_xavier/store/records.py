@@ -8,7 +8,7 @@ is a positive int that names one content of one slot and is never used twice.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import TypeAlias
 
 from xinference_xavier.store.jobs import Tier
@@ -27,7 +27,7 @@ class InvariantError(RuntimeError):
     """The index's bookkeeping contradicts itself; the text names the first contradiction."""
 
 
-class SkipReason(str, Enum):
+class SkipReason(StrEnum):
     """Why a new block found no place."""
 
     NO_TIER = "no_tier"
@@ -38,9 +38,6 @@ class SkipReason(str, Enum):
     """No device block may go now, and the host tier is full of leased blocks."""
     HOST_BUSY = "host_busy"
     """No device block may go now, and copies in flight occupy every free host slot."""
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, slots=True)

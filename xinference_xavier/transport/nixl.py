@@ -22,7 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import ClassVar
 
@@ -40,6 +40,7 @@ from xinference_xavier.transport.base import (
     WorkerHandle,
 )
 from xinference_xavier.transport.nixl_agent import Agent, NixlError, Region, State, Transfer
+from xinference_xavier.transport.nixl_path import PathHints, PathProbe, obstacle
 from xinference_xavier.transport.staging import peer_rows, require_staging, staging_rows
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class _Advert:
     agent: bytes
     slot_bytes: int
     tiers: dict[Tier, _TierRegions]
+    path: PathHints
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,7 @@ class NixlTransport(Transport):
         self._overdue: list[_Overdue] = []
         self._active = 0
         self._closed = False
+        self._probe = PathProbe()
         self._agent = Agent(f"{agent_name}-{uuid.uuid4().hex[:8]}")
         try:
             self._register(slot_bytes)
@@ -158,7 +161,7 @@ class NixlTransport(Transport):
         )
         self._local_data = agent.prepare(None, area, slot_bytes)
         self._local_meta = agent.prepare(None, scratch, META_BYTES)
-        self._metadata = _encode(_Advert(agent.metadata(), slot_bytes, tiers))
+        self._metadata = _encode(_Advert(agent.metadata(), slot_bytes, tiers, self._probe.hints))
 
     def metadata(self) -> bytes:
         """What goes into ``WorkerHandle.nixl``: JSON of a few KiB, constant for our lifetime."""
@@ -175,6 +178,9 @@ class NixlTransport(Transport):
             raise TransportUnavailable(
                 f"the peer's slots have {advert.slot_bytes} bytes, ours {self._slot_bytes}"
             )
+        reason = obstacle(self._probe.hints, advert.path)
+        if reason is not None:
+            raise TransportUnavailable(reason)
         self._settle_overdue()
         with self._lock:
             if self._closed:
@@ -399,6 +405,7 @@ def _encode(advert: _Advert) -> bytes:
             str(int(tier)): [region(regions.data), region(regions.meta)]
             for tier, regions in advert.tiers.items()
         },
+        "path": asdict(advert.path),
     }
     return json.dumps(document).encode()
 
@@ -416,13 +423,20 @@ def _decode(blob: bytes) -> _Advert:
             for key, (data, meta) in document["tiers"].items()
         }
         slot_bytes = int(document["slot_bytes"])
-        advert = _Advert(base64.b64decode(document["agent"], validate=True), slot_bytes, tiers)
+        agent = base64.b64decode(document["agent"], validate=True)
+        advert = _Advert(agent, slot_bytes, tiers, _path(document["path"]))
         for tier, regions in tiers.items():
             if regions.meta.nbytes * slot_bytes != regions.data.nbytes * META_BYTES:
                 raise ValueError(f"{tier.name} data and meta differ in their number of slots")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise TransportUnavailable(f"the peer's NIXL metadata is malformed: {exc!r}") from exc
     return advert
+
+
+def _path(item: Mapping[str, object]) -> PathHints:
+    token = str(item["token"])
+    bytes.fromhex(token)
+    return PathHints(int(str(item["pid"])), int(str(item["address"])), token, bool(item["rdma"]))
 
 
 def _region(item: Sequence[object]) -> Region:

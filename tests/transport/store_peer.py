@@ -18,6 +18,7 @@ from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.copier import publish, withdraw
 from xinference_xavier.store.jobs import Tier
 from xinference_xavier.transport.base import WorkerHandle
+from xinference_xavier.transport.select import Transports
 from xinference_xavier.transport.shm import host_id
 
 SLOTS, BLOCKS, TOKENS, DIM = 8, 6, 16, 256
@@ -41,11 +42,12 @@ def content(generation: int, layout: BlockLayout) -> np.ndarray:
 class Peer:
     """The other process, seen from the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, choice: str = "shm") -> None:
+        """Start it with the transports of ``choice``."""
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, choice],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -97,11 +99,19 @@ def main() -> None:
     for tier in Tier:
         for slot in range(SLOTS):
             write(tier, slot, slot + 1)
+    transports = Transports.start(
+        choice=sys.argv[1],
+        arenas=arenas,
+        staging=range(SLOTS - 1, SLOTS),
+        host="127.0.0.1",
+        layout_digest=layout.digest(),
+    )
     handle = WorkerHandle(
         rank=0,
         host_id=host_id(),
         layout_digest=layout.digest(),
         arenas={tier: arena.handle() for tier, arena in arenas.items()},
+        **transports.published(),
     )
     print(base64.b64encode(pickle.dumps(handle)).decode(), flush=True)
     for line in sys.stdin:
@@ -119,6 +129,7 @@ def main() -> None:
             for arena in arenas.values():
                 arena.close()
         print("done", flush=True)
+    transports.close()
 
 
 if __name__ == "__main__":

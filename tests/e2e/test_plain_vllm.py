@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain vLLM, no Xinference: real engines that share blocks through one directory.
+
+``source`` and ``reader`` choose their transport themselves (shared memory on one host), ``remote``
+is forced to NIXL, ``control`` has no connector. All answers are greedy; float32 on CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import BLOCK_TOKENS, Completion, Engine, describe, running_directory, wait_until
+from models import make_tiny_llama
+
+pytestmark = pytest.mark.e2e
+
+BLOCK_BYTES = 2 * 2 * 2 * 32 * 4 * BLOCK_TOKENS
+DEVICE_BLOCKS = 256
+KV_BLOCKS = 200
+OPTIONS = {
+    "xavier_gpu_first": True,
+    "xavier_gpu_cache_bytes": DEVICE_BLOCKS * BLOCK_BYTES,
+    "xavier_cpu_cache_bytes": "64MiB",
+    "xavier_verify": "checksum",
+    # A tiny model computes faster than anything can be loaded, and a busy machine answers late.
+    "xavier_min_load_tokens": 0,
+    "xavier_lookup_timeout": 5,
+}
+
+Engines = dict[str, Engine]
+
+
+def text(subject: str, characters: int) -> str:
+    """Return ``characters`` characters (= tokens) that only ``subject`` has."""
+    line = f"{subject} is what this line is about, and the next one too. "
+    return (line * (characters // len(line) + 1))[:characters]
+
+
+def assert_same_answer(one: Completion, other: Completion) -> None:
+    assert one.token_ids == other.token_ids
+    assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_directory(tmp_path_factory.mktemp("directory") / "log") as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def engines(directory: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    folder = tmp_path_factory.mktemp("engines")
+    model = make_tiny_llama(folder / "model")
+    transports = {"source": "auto", "reader": "auto", "remote": "nixl", "control": None}
+    made = {
+        name: Engine(
+            name,
+            model,
+            folder / f"{name}.log",
+            core=number % 2,
+            kv_blocks=KV_BLOCKS,
+            extra=transport
+            and {
+                **OPTIONS,
+                "xavier_directory": directory,
+                "xavier_member": name,
+                "xavier_transport": transport,
+            },
+        )
+        for number, (name, transport) in enumerate(transports.items())
+    }
+    try:
+        for engine in made.values():
+            engine.start()
+        for engine in made.values():
+            engine.wait_ready()
+        for engine in made.values():
+            engine.complete("warm up")
+        yield made
+    finally:
+        for engine in made.values():
+            engine.stop()
+
+
+def stored(directory: str, member: str) -> int:
+    return int(describe(directory)[member]["traffic"]["saved_blocks"])
+
+
+def known(directory: str, reader: str) -> int:
+    return int(describe(directory)[reader]["control"]["mirror_blocks"])
+
+
+def fill(engine: Engine, directory: str, reader: str, document: str) -> None:
+    """Let ``engine`` compute a document and ``reader`` hear of its blocks."""
+    before = known(directory, reader)
+    engine.complete(document, max_tokens=1)
+    blocks = len(document) // BLOCK_TOKENS
+    wait_until(
+        lambda: known(directory, reader) >= before + blocks,
+        f"{reader} knows {blocks} more blocks",
+    )
+
+
+def own_share(directory: str, member: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = describe(directory)[member]["traffic"]["loaded_tokens"]
+    return loaded
+
+
+@pytest.mark.parametrize(("reader", "transport"), [("reader", "shm"), ("remote", "nixl")])
+def test_a_prefix_of_another_replica_is_loaded_and_the_answer_is_the_control_s(
+    engines: Engines, directory: str, reader: str, transport: str
+) -> None:
+    document = text(f"A bridge for {reader}", 50 * BLOCK_TOKENS)
+    question = document + "How long is it?"
+    fill(engines["source"], directory, reader, document)
+    remote = engines[reader].complete(question)
+    engines["control"].complete(document, max_tokens=1)
+    control = engines["control"].complete(question)
+    assert remote.cached_tokens == control.cached_tokens == len(document)
+    assert_same_answer(remote, control)
+    status = describe(directory)[reader]
+    assert status["sources"]["source"]["transport"] == transport
+    assert status["traffic"]["verified_blocks"] >= 50
+    assert status["traffic"]["loads_failed"] == {}
+
+
+def test_another_document_gives_another_answer(engines: Engines) -> None:
+    answers = {
+        tuple(engines["control"].complete(text(subject, 800)).token_ids)
+        for subject in ("A river", "A mountain")
+    }
+    assert len(answers) == 2
+
+
+def test_a_salt_is_never_crossed(engines: Engines, directory: str) -> None:
+    document = text("A secret", 30 * BLOCK_TOKENS)
+    fill(engines["source"], directory, "reader", document)
+    answer = engines["reader"].complete(document + "?", cache_salt="another tenant")
+    assert answer.cached_tokens == 0
+
+
+def test_an_evicted_prefix_is_restored_from_the_replica_s_own_tiers(
+    engines: Engines, directory: str
+) -> None:
+    reader = engines["reader"]
+    document = text("A lighthouse", 40 * BLOCK_TOKENS)
+    first = reader.complete(document + "Who built it?")
+    for number in range(KV_BLOCKS // 60 + 2):
+        # Together these are larger than vLLM's own cache, and than the device tier.
+        reader.complete(text(f"Filler {number}", 90 * BLOCK_TOKENS), max_tokens=1)
+    before = own_share(directory, "reader")
+    again = reader.complete(document + "Who built it?")
+    loaded = own_share(directory, "reader")
+    restored = sum(loaded.values()) - sum(before.values())
+    assert restored > 0
+    assert again.cached_tokens >= restored
+    assert_same_answer(again, first)
+
+
+def test_overflow_moves_blocks_to_the_host_tier_and_they_are_served_from_it(
+    engines: Engines, directory: str
+) -> None:
+    source, reader = engines["source"], engines["reader"]
+    document = text("An old castle", 50 * BLOCK_TOKENS)
+    fill(source, directory, "reader", document)
+    for number in range(DEVICE_BLOCKS // 60 + 2):
+        source.complete(text(f"Overflow {number}", 90 * BLOCK_TOKENS), max_tokens=1)
+    assert describe(directory)["source"]["store"]["totals"]["demotions"] > 0
+    before = own_share(directory, "reader").get("peer_host", 0)
+    remote = reader.complete(document + "Who lives there?")
+    assert own_share(directory, "reader")["peer_host"] - before > 0
+    control = engines["control"]
+    control.complete(document, max_tokens=1)
+    assert_same_answer(remote, control.complete(document + "Who lives there?"))
+
+
+def test_prompt_logprobs_bypass_the_store(engines: Engines, directory: str) -> None:
+    document = text("A quiet lake", 20 * BLOCK_TOKENS)
+    fill(engines["source"], directory, "reader", document)
+    answer = engines["reader"].complete(document + "?", prompt_logprobs=1)
+    assert answer.cached_tokens == 0
+    bypassed = describe(directory)["reader"]["traffic"]["bypassed"]
+    assert bypassed["prompt log probabilities"] == 1
+
+
+def test_leases_pins_and_jobs_are_zero_when_nothing_runs(engines: Engines, directory: str) -> None:
+    for name, status in describe(directory).items():
+        assert status["store"]["leases"] == 0, name
+        assert status["store"]["jobs"] == 0, name
+        assert status["pinned_blocks"] == 0, name
+        assert status["load_jobs"] == 0, name
+        assert status["quarantined"] == 0, name
+        assert status["hook_failures"] == {}, name
+        assert status["traffic"]["errors"] == {}, name
+
+
+def test_nothing_is_left_after_the_end(engines: Engines, directory: str) -> None:
+    """Runs last: it stops the engines."""
+    for name in ("source", "reader", "remote"):
+        engines[name].stop()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            content = maps.read_text()
+        except OSError:
+            continue
+        assert "memfd:xavier-" not in content, maps
+    assert not list(Path("/dev/shm").glob("*xavier*"))
+
+
+def test_a_budget_below_one_block_fails_the_launch_with_the_reason(
+    tmp_path: Path, directory: str
+) -> None:
+    engine = Engine(
+        "tiny budget",
+        make_tiny_llama(tmp_path / "model"),
+        tmp_path / "log",
+        core=0,
+        extra={**OPTIONS, "xavier_gpu_cache_bytes": BLOCK_BYTES - 1},
+    )
+    engine.start()
+    try:
+        log = engine.wait_failed()
+    finally:
+        engine.stop()
+    assert "is below one KV block of this model" in log
+    assert "xavier_gpu_cache_bytes" in log
