@@ -109,8 +109,8 @@ def test_a_limit_of_the_address_space_is_told(
 
 def test_this_machine_has_a_limit() -> None:
     memory = host_memory()
-    assert 0 < memory.available.bytes
-    assert 0 < memory.total.bytes
+    assert memory.available.bytes > 0
+    assert memory.total.bytes > 0
 
 
 def test_on_a_cpu_host_both_tiers_are_host_memory_and_default_to_a_share_of_it() -> None:
@@ -120,9 +120,7 @@ def test_on_a_cpu_host_both_tiers_are_host_memory_and_default_to_a_share_of_it()
 def test_percentages_are_shares_of_the_device_and_of_the_host() -> None:
     chosen = options(xavier_gpu_cache_bytes="5%", xavier_cpu_cache_bytes="20%")
     device = DeviceMemory("GPU 0", 40 * GIB, 39 * GIB, engine_share=0.9)
-    assert check_budgets(chosen, device=device, host=host(100 * GIB)) == Budgets(
-        2 * GIB, 20 * GIB
-    )
+    assert check_budgets(chosen, device=device, host=host(100 * GIB)) == Budgets(2 * GIB, 20 * GIB)
 
 
 @pytest.mark.parametrize(("replicas", "fits"), [(4, True), (5, False)])

@@ -18,6 +18,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -50,7 +51,7 @@ class Span:
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlockLayout:
     """One block of ``block_tokens`` tokens over all layers, as spans of a packed slot."""
 
@@ -58,12 +59,12 @@ class BlockLayout:
     block_tokens: int
     num_blocks: int
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes that a block really has."""
         return sum(span.nbytes for span in self.spans)
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Bytes that a block costs in an arena: ``block_bytes`` rounded up to the alignment."""
         return -(-self.block_bytes // ALIGNMENT) * ALIGNMENT

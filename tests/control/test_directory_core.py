@@ -344,6 +344,16 @@ def test_a_cursor_inside_the_log_gets_only_what_is_new_and_never_its_own() -> No
     assert read(core, reader, update.cursor).events == ()
 
 
+def test_a_snapshot_leaves_out_what_only_the_reader_holds() -> None:
+    core = make_core()
+    source = core.join(GROUP, info("a"), 0.0).ticket
+    reader = core.join(GROUP, info("b"), 0.0).ticket
+    core.publish(source, Publication(1, key(1)))
+    core.publish(reader, Publication(1, key(1) + key(2)))
+    deltas = [event for event in read(core, reader).events if isinstance(event, Delta)]
+    assert deltas == [Delta(1 << source.number, key(1))]
+
+
 @pytest.mark.parametrize(
     "publication",
     [

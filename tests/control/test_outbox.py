@@ -18,7 +18,7 @@ def key(number: int) -> bytes:
 
 def started(limit: int = 10_000) -> Outbox:
     outbox = Outbox(limit)
-    outbox.restart(asyncio.get_running_loop())
+    outbox.restart(asyncio.get_running_loop().call_soon_threadsafe)
     return outbox
 
 
@@ -27,7 +27,7 @@ def test_what_happens_before_somebody_collects_is_dropped() -> None:
         outbox = Outbox()
         outbox.put([key(1)], [])
         outbox.put_clear()
-        outbox.restart(asyncio.get_running_loop())
+        outbox.restart(asyncio.get_running_loop().call_soon_threadsafe)
         outbox.put([key(2)], [])
         return await outbox.take(BATCH_S)
 
@@ -89,7 +89,7 @@ def test_too_much_is_dropped_and_asks_for_a_snapshot() -> None:
         assert await outbox.take(BATCH_S) == [
             Publication(0, pack_keys(key(number) for number in range(8)))
         ]
-        outbox.restart(asyncio.get_running_loop())
+        outbox.restart(asyncio.get_running_loop().call_soon_threadsafe)
         assert not outbox.overflowed
         outbox.put([key(1)], [])
         assert await outbox.take(BATCH_S) == [Publication(0, key(1))]

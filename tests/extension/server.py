@@ -131,7 +131,7 @@ class XinferenceServer:
             try:
                 left.append(" ".join(process.cmdline()))
                 process.kill()
-            except psutil.NoSuchProcess:
+            except psutil.NoSuchProcess:  # gone, or a zombie that nobody has waited for
                 continue
         return left
 

@@ -47,7 +47,7 @@ SHAPES = kvcache.SHAPES | {"odd_row_bytes": odd_row_bytes}
 
 @pytest.mark.parametrize("shape", SHAPES)
 @given(pairs=orders, seed=st.integers(0, 9))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_gather_packs_the_given_blocks_and_touches_no_other_slot(
     shape: str, pairs: list[tuple[int, int]], seed: int
 ) -> None:
@@ -66,7 +66,7 @@ def test_gather_packs_the_given_blocks_and_touches_no_other_slot(
 
 @pytest.mark.parametrize("shape", SHAPES)
 @given(pairs=orders, seed=st.integers(0, 9))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_scatter_fills_the_given_blocks_and_touches_no_other_block(
     shape: str, pairs: list[tuple[int, int]], seed: int
 ) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -158,7 +159,8 @@ class Rig:
         self.transport.sources = {
             source.arenas[Tier.HOST].handle().nonce: source for source in self.peers.values()
         }
-        self.transport.staging = self.own.arenas[Tier.HOST].data
+        # Like NIXL, it writes our staging slots by itself.
+        self.transport.staging = self.own.arenas[Tier.HOST].data if not mapped else torch.empty(0)
         self.handles = {member: source.handle() for member, source in self.peers.items()}
         self.transports = Transports([self.transport], layout_digest=self.cache.layout.digest())
         self.engine = LoadEngine(
@@ -345,9 +347,10 @@ def test_a_path_that_failed_is_opened_anew_by_the_next_load(make: Callable[..., 
     assert len(rig.transport.connections) == 2
 
 
-def test_short_data_is_a_failed_read(make: Callable[..., Rig]) -> None:
+@pytest.mark.parametrize("delivered", [0, 1, 3])
+def test_short_data_is_a_failed_read(make: Callable[..., Rig], delivered: int) -> None:
     rig = make(mapped=False)
-    rig.transport.fault = lambda _n, _staging, meta: meta[:-1]
+    rig.transport.fault = lambda _n, _staging, meta: meta[:delivered]
     (part,) = rig.load((1, FIVE)).segments
     assert (part.failed_rows, part.reason) == ({0, 1, 2, 3, 4}, "transfer")
     assert rig.untouched(20, 21, 22, 23, 30)
@@ -608,6 +611,15 @@ def test_closing_past_the_deadline_fails_what_had_not_begun(make: Callable[..., 
     assert running.segments[0].failed_rows == set()
     assert (waiting.segments[0].failed_rows, waiting.segments[0].reason) == ({0}, "closed")
     assert rig.transport.connections[0].closed.is_set()
+
+
+def test_a_closed_store_keeps_no_memory(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.load((OWN_STORE, FIVE))
+    files = [arena.handle().inode for arena in rig.own.arenas.values()]
+    rig.close()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    assert not [line for line in lines if int(line.split()[4]) in files]
 
 
 def test_every_bfloat16_pattern_survives_store_demotion_and_load() -> None:

@@ -79,7 +79,7 @@ class Peer:
 def main() -> None:
     """Make both tiers, fill slot ``s`` with generation ``s + 1``, and obey commands."""
     _, layout, _ = make_cache()
-    arenas = {tier: Arena.create(SLOTS, layout.slot_bytes, f"peer-{tier.name}") for tier in Tier}
+    arenas = {tier: Arena.create(SLOTS, layout.slot_bytes, f"remote-{tier.name}") for tier in Tier}
 
     def write(tier: Tier, slot: int, generation: int) -> None:
         slots = np.array([slot], dtype=np.int64)

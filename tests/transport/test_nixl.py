@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ from dataclasses import replace
 import pytest
 import torch
 from fetch_peer import (
-    LIMIT_S,
     SLOTS,
     TCP_ONLY,
     Reader,
@@ -332,6 +330,8 @@ class TestHandshake:
             b'{"format": 1, "agent": "?", "slot_bytes": 4096, "tiers": {}}',
             b'{"format": 1, "agent": "AAAA", "slot_bytes": 4096, "tiers": {}}',
             b'{"format": 1, "agent": "AAAA", "slot_bytes": 4096, "tiers": {"7": []}}',
+            b'{"format": 1, "agent": "AAAA", "slot_bytes": 4096, "path": {}, "tiers": '
+            b'{"1": [["DRAM", 0, 99999999999999999999999, 4096], ["DRAM", 0, 0, 16]]}}',
             b"[" * 100_000,
         ],
     )
@@ -448,10 +448,6 @@ class TestLifecycle:
         monkeypatch.setitem(sys.modules, "nixl._bindings", None)
         with pytest.raises(TransportUnavailable, match="not installed"):
             make_transport("nixl", make_arenas({Tier.HOST: 2}, 4096), range(2))
-
-    def test_importing_the_module_does_not_import_nixl(self) -> None:
-        check = "import sys, xinference_xavier.transport.nixl; sys.exit('nixl' in sys.modules)"
-        assert subprocess.run([sys.executable, "-c", check], timeout=LIMIT_S).returncode == 0
 
     @pytest.mark.parametrize("staging", [range(0), range(1, 9), range(-1, 1), range(0, 4, 2)])
     def test_staging_must_be_a_range_of_host_slots(self, staging: range) -> None:

@@ -89,7 +89,7 @@ def reader(peer: Peer) -> Iterator[Reader]:
 
 def maps() -> list[str]:
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line for line in lines if "xavier-peer" in line]
+    return [line for line in lines if "xavier-remote" in line]
 
 
 def test_blocks_of_another_process_arrive_byte_for_byte(peer: Peer, reader: Reader) -> None:
@@ -185,7 +185,7 @@ def test_a_peer_that_closes_its_store_withdraws_every_slot(mortal: Peer) -> None
 
 def test_the_mapping_cannot_be_written(peer: Peer) -> None:
     connection = ShmTransport().connect(peer.handle)
-    line = next(line for line in maps() if "xavier-peer" in line)
+    line = next(line for line in maps() if "xavier-remote" in line)
     assert line.split()[1] == "r--s"
     connection.close()
 

@@ -85,13 +85,21 @@ async def directory_ref(
 async def directory_members(
     address: str, namespace: str, *, timeout_s: float = 2.0
 ) -> list[tuple[bytes, int, MemberInfo]]:
-    """List (fingerprint, number, member) of a namespace; empty where no directory exists yet."""
-    timing = Timing(call_timeout_s=timeout_s)
-    try:
-        ref = await directory_ref(address, namespace, timing, create=False)
-    except xo.ActorNotExist:
-        return []
-    return await bounded(ref.members(), timeout_s)
+    """List (fingerprint, number, member) of a namespace; empty where no directory exists yet.
+
+    Raises ``OSError`` (``TimeoutError`` is one) if nothing answers within ``timeout_s`` in all.
+    """
+
+    async def call() -> list[tuple[bytes, int, MemberInfo]]:
+        timing = Timing(call_timeout_s=timeout_s)
+        try:
+            ref = await directory_ref(address, namespace, timing, create=False)
+        except xo.ActorNotExist:
+            return []
+        members: list[tuple[bytes, int, MemberInfo]] = await ref.members()
+        return members
+
+    return await bounded(call(), timeout_s)
 
 
 async def peer_call(

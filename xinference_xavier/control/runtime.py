@@ -2,7 +2,8 @@
 """What the scheduler side holds of the control plane: one thread, one pool, one peer.
 
 Threads: the engine's thread calls the methods that say so; they only append, read, or post to the
-loop, and never wait. All state of other members is changed on the thread "xavier-control" only.
+loop, and never wait. A second thread, "xavier-control-post", carries what was posted. All state
+of other members is changed on the thread "xavier-control" only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import xoscar as xo
@@ -134,6 +137,7 @@ class ControlRuntime:
                 outbox=self._outbox,
                 mirror=mirror,
                 members=self,
+                post=self._post,
                 timing=self._timing,
             )
         self._peers: dict[int, Peer] = {}
@@ -144,6 +148,10 @@ class ControlRuntime:
         self._address = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
+        # Writing to the loop's pipe gives the interpreter away, and the control thread would keep
+        # it for as long as it serialises a request. Putting into this queue does not: a second
+        # thread takes the callback when the engine thread pauses by itself.
+        self._posted: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._up: Future[str] = Future()
         self._down: Future[None] = Future()
 
@@ -172,11 +180,9 @@ class ControlRuntime:
 
         Returns after ``timeout_s`` seconds at the latest; the thread is a daemon.
         """
-        loop = self._loop
-        if loop is None:
+        if self._loop is None:
             return
-        with contextlib.suppress(RuntimeError):  # the loop has ended already
-            loop.call_soon_threadsafe(self._stop.set)
+        self._post(self._stop.set)
         try:
             self._down.result(timeout_s)
         except TimeoutError:
@@ -307,9 +313,11 @@ class ControlRuntime:
                 self._up.set_exception(error)
         finally:
             self._down.set_result(None)
+            self._posted.put(None)
 
     async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
+        start_thread(partial(self._pass_on, loop), "xavier-control-post")
         pool = await xo.create_actor_pool(
             f"{self._host}:0", n_process=0, enable_internal_addresses=[False]
         )
@@ -342,14 +350,16 @@ class ControlRuntime:
 
     def _post(self, callback: Callable[[], None]) -> bool:
         """Run ``callback`` on the loop, from any thread; False if there is no loop any more."""
-        loop = self._loop
-        if loop is None:
+        if self._loop is None or self._down.done():
             return False
-        try:
-            loop.call_soon_threadsafe(callback)
-        except RuntimeError:
-            return False
+        self._posted.put(callback)
         return True
+
+    def _pass_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Carry callbacks to the loop, until None; the thread "xavier-control-post"."""
+        while (callback := self._posted.get()) is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has just ended
+                loop.call_soon_threadsafe(callback)
 
     def _new_epoch(self) -> int:
         epoch = secrets.randbits(63)

@@ -9,7 +9,6 @@ somebody answers, and a directory that no longer knows us is joined anew.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -51,6 +50,8 @@ SNAPSHOT_KEYS = 256
 OUTBOX_KEYS = 64 * MAX_KEYS
 
 Change = tuple[Sequence[bytes], Sequence[bytes]]
+Post = Callable[[Callable[[], None]], object]
+"""Runs a callback on the control thread's loop soon; from any thread."""
 
 
 class Outbox:
@@ -69,7 +70,7 @@ class Outbox:
         self._put = 0
         self._taken = 0
         self._collecting = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._post: Post | None = None
         self._awake = True
         self._filled = asyncio.Event()
 
@@ -94,16 +95,15 @@ class Outbox:
             self._ring()
 
     def _ring(self) -> None:
-        # At most one wake-up per batch: waking the loop writes to a pipe.
-        if not self._awake and self._loop is not None:
+        # At most one wake-up per batch.
+        if not self._awake and self._post is not None:
             self._awake = True
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens
-                self._loop.call_soon_threadsafe(self._filled.set)
+            self._post(self._filled.set)
 
     # -- control thread ------------------------------------------------------------------------
 
-    def restart(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Forget what was collected and collect from now on.
+    def restart(self, post: Post) -> None:
+        """Forget what was collected and collect from now on; ``post`` reaches this loop.
 
         The index is to be read after this: a change that was not collected had been made before,
         so the reader sees it.
@@ -111,7 +111,7 @@ class Outbox:
         self._changes.clear()
         self._taken = self._put
         self.overflowed = False
-        self._loop = loop
+        self._post = post
         self._collecting = True
 
     def stop(self) -> None:
@@ -174,6 +174,7 @@ class DirectorySession:
         outbox: Outbox,
         mirror: Mirror,
         members: Members,
+        post: Post,
         timing: Timing,
     ) -> None:
         self.connected = False
@@ -189,6 +190,7 @@ class DirectorySession:
         self._outbox = outbox
         self._mirror = mirror
         self._members = members
+        self._post = post
         self._timing = timing
         self._poll_s = timing.heartbeat_s / POLLS_PER_HEARTBEAT
         self._ref: xo.ActorRefType[DirectoryActor] | None = None
@@ -339,7 +341,7 @@ class DirectorySession:
                     break
 
     async def _publish_everything(self, ticket: Ticket) -> Reply:
-        self._outbox.restart(asyncio.get_running_loop())
+        self._outbox.restart(self._post)
         reply = Reply.OK
         if self._seq:
             reply = await self._publish(ticket, Publication(0, clear=True))

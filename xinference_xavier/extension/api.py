@@ -14,7 +14,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
-import xoscar as xo
 from fastapi import FastAPI, HTTPException, Query, Request, Security
 from fastapi.params import Depends
 from fastapi.responses import JSONResponse
@@ -24,6 +23,7 @@ from xinference_xavier.extension.devices import device_memory
 from xinference_xavier.extension.launch import Launch, translate, with_default
 from xinference_xavier.extension.names import FINAL_REPORTS, NAME
 from xinference_xavier.extension.vllm.cpu import cpu_build_installed
+from xinference_xavier.extension.vllm.group import UNREACHABLE
 from xinference_xavier.preflight import check_budgets
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ async def _described(info: Any) -> dict[str, Any]:
     replica = {"replica": info.name, "address": info.address}
     try:
         status = await peer_call(info.address, "describe", timeout_s=PEER_TIMEOUT_S)
-    except (OSError, TimeoutError, xo.ServerClosed, xo.ActorNotExist) as error:
+    except UNREACHABLE as error:
         # A replica that has just died is in the directory until its heartbeat runs out.
         logger.warning("%s at %s does not answer: %r", info.name, info.address, error)
         return {**replica, "error": str(error) or type(error).__name__}

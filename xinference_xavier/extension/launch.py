@@ -76,15 +76,15 @@ def translate(payload: Mapping[str, Any]) -> Launch | Mapping[str, Any]:
     problems = [*_switch_problems(payload), *launch_problems(payload)]
     options = None
     try:
-        options = XavierOptions.from_mapping(ours)
+        options = XavierOptions.from_mapping(
+            {name: ours[name] for name in ours if not _is_stock_default(name, ours[name])}
+        )
     except OptionError as error:
         problems.insert(0, str(error))
     if options is None or problems:
         raise OptionError("; ".join(problems))
     stock = {
-        name: value
-        for name, value in payload.items()
-        if name not in ours and name not in (STOCK_SWITCH, *STOCK_OPTIONS)
+        name: value for name, value in payload.items() if name not in ours and name != STOCK_SWITCH
     }
     stock[CARRIER] = write_carrier(options)
     return Launch(options, _whole(payload.get("replica")) or 1, stock)
@@ -122,8 +122,13 @@ def launch_problems(config: Mapping[str, Any]) -> list[str]:
     ``config`` holds a launch's arguments, or what reached a model's class of them. The table in
     ``features`` knows what an engine can do; here is what only Xinference has a name for.
     """
-    known = {name: _plain(value) for name, value in config.items() if name != "replica_config"}
-    problems = check_launch({name: known[name] for name in known if name not in STOCK_OPTIONS})
+    known = {
+        name: _plain(value)
+        for name, value in config.items()
+        # Roles are looked at below, and what begins with xavier_ is for XavierOptions to refuse.
+        if name != "replica_config" and not name.startswith("xavier_")
+    }
+    problems = check_launch(known)
     engine, kind = config.get("model_engine"), config.get("model_type")
     if engine is not None and str(engine).lower() != "vllm":
         problems.append(f"model_engine={engine!r} is not supported with {SWITCH}; use vLLM")
@@ -164,6 +169,10 @@ def _refuse_orphans(ours: Mapping[str, Any]) -> None:
             f"{', '.join(orphans)}: only for {SWITCH}=true; set it together with "
             f"{STOCK_SWITCH}=true, or leave {'it' if len(orphans) == 1 else 'them'} out"
         )
+
+
+def _is_stock_default(name: str, value: object) -> bool:
+    return value is None and name in STOCK_OPTIONS
 
 
 def _device_problems(config: Mapping[str, Any]) -> list[str]:

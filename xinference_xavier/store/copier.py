@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from queue import SimpleQueue
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from xinference_xavier.layout import BlockLayout
@@ -27,8 +26,6 @@ from xinference_xavier.store.jobs import StoreJob, StoreResult, Tier
 from xinference_xavier.store.threads import start_thread
 
 logger = logging.getLogger(__name__)
-
-_Mask = npt.NDArray[np.bool_]
 
 CHECKSUM = "checksum"
 """Value of ``verify`` with which slots carry checksums."""
@@ -57,6 +54,7 @@ class CopyEngine:
         """Start the thread ``xavier-copy``. ``arenas`` lacks a tier whose budget is zero."""
         self._layout = layout
         self._arenas = dict(arenas)
+        self._slots = {int(tier): arena.slots for tier, arena in arenas.items()}
         self._device = device
         self._checksummer = Checksummer(layout.block_bytes) if verify == CHECKSUM else None
         self._jobs: SimpleQueue[StoreJob | None] = SimpleQueue()
@@ -120,58 +118,68 @@ class CopyEngine:
 
     def _copy(self, job: StoreJob) -> StoreResult:
         result = StoreResult(job.job_id)
-        demoted = self._demote(job.demotions, result)
-        self._store(job.stores, demoted, result)
+        self._demote(job.demotions, result)
+        self._store(job.stores, len(job.demotions), result)
         return result
 
-    def _demote(self, rows: IntArray, result: StoreResult) -> _Mask:
-        """Run the demotions in one batch; return which succeeded."""
+    def _demote(self, rows: IntArray, result: StoreResult) -> None:
+        """Run the demotions in one batch."""
+        result.failed_demotions = set(range(len(rows)))
         source, target = self._arenas.get(Tier.DEVICE), self._arenas.get(Tier.HOST)
-        good = np.zeros(len(rows), dtype=np.bool_)
-        if len(rows) and source is not None and target is not None:
-            good = _within(rows[:, 0], source.slots) & _within(rows[:, 1], target.slots)
-            slots = rows[good, 1]
-            withdraw(target.meta, slots)
-            try:
-                self._device.move(source.data, rows[good, 0], target.data, slots)
-                self._device.fence()
-                # The bytes are the same, so the checksum moves along.
-                checksums = source.meta.numpy()[rows[good, 0], 1]
-                publish(target.meta, slots, rows[good, 2], checksums)
-                result.nbytes += len(slots) * self._layout.slot_bytes
-            except Exception as error:  # fail open: the rows are reported, the index drops them
-                self._blame(result, error)
-                good[:] = False
-        result.failed_demotions = set(np.flatnonzero(~good).tolist())
+        if source is None or target is None:
+            good = []
+        else:
+            good = [
+                row
+                for row, (device_slot, host_slot, _) in enumerate(rows.tolist())
+                if 0 <= device_slot < source.slots and 0 <= host_slot < target.slots
+            ]
+            if good and self._move(source, target, rows[good], result):
+                result.failed_demotions.difference_update(good)
         if result.failed_demotions and result.reason is None:
             result.reason = "demotion outside the arenas"
-        return good
 
-    def _store(self, rows: IntArray, demoted: _Mask, result: StoreResult) -> None:
+    def _move(self, source: Arena, target: Arena, rows: IntArray, result: StoreResult) -> bool:
+        from_slots, slots = rows[:, 0], rows[:, 1]
+        withdraw(target.meta, slots)
+        try:
+            self._device.move(source.data, from_slots, target.data, slots)
+            self._device.fence()
+            # The bytes are the same, so the checksum moves along.
+            publish(target.meta, slots, rows[:, 2], source.meta.numpy()[from_slots, 1])
+        except Exception as error:  # fail open: the rows are reported, the index drops them
+            self._blame(result, error)
+            return False
+        result.nbytes += len(slots) * self._layout.slot_bytes
+        return True
+
+    def _store(self, rows: IntArray, demotions: int, result: StoreResult) -> None:
         """Run the stores, one batch per tier, except those whose demotion failed."""
-        good = np.zeros(len(rows), dtype=np.bool_)
-        after = rows[:, 4]
-        runnable = _within(after, len(demoted), lowest=-1)
-        chained = runnable & (after >= 0)
-        runnable[chained] = demoted[after[chained]]
-        valid = _within(rows[:, 0], self._layout.num_blocks)
-        for tier, arena in self._arenas.items():
-            mine = runnable & valid & (rows[:, 1] == tier) & _within(rows[:, 2], arena.slots)
-            if not mine.any():
-                continue
-            slots = rows[mine, 2]
-            withdraw(arena.meta, slots)
-            try:
-                self._device.gather(rows[mine, 0], arena.data, slots)
-                self._device.fence()
-                publish(arena.meta, slots, rows[mine, 3], self._checksums(arena.data, slots))
-                result.nbytes += len(slots) * self._layout.slot_bytes
-                good |= mine
-            except Exception as error:  # fail open: as for demotions
-                self._blame(result, error)
-        result.failed_stores = set(np.flatnonzero(~good).tolist())
+        result.failed_stores = set(range(len(rows)))
+        batches: dict[int, list[int]] = {}
+        for row, (block, tier, slot, _, after) in enumerate(rows.tolist()):
+            runnable = -1 <= after < demotions and after not in result.failed_demotions
+            known = 0 <= block < self._layout.num_blocks and 0 <= slot < self._slots.get(tier, 0)
+            if runnable and known:
+                batches.setdefault(tier, []).append(row)
+        for tier, batch in batches.items():
+            if self._gather(self._arenas[Tier(tier)], rows[batch], result):
+                result.failed_stores.difference_update(batch)
         if result.failed_stores and result.reason is None:
             result.reason = "store outside the KV cache or the arenas"
+
+    def _gather(self, arena: Arena, rows: IntArray, result: StoreResult) -> bool:
+        slots = rows[:, 2]
+        withdraw(arena.meta, slots)
+        try:
+            self._device.gather(rows[:, 0], arena.data, slots)
+            self._device.fence()
+            publish(arena.meta, slots, rows[:, 3], self._checksums(arena.data, slots))
+        except Exception as error:  # fail open: as for demotions
+            self._blame(result, error)
+            return False
+        result.nbytes += len(slots) * self._layout.slot_bytes
+        return True
 
     def _checksums(self, data: torch.Tensor, slots: IntArray) -> IntArray:
         if self._checksummer is None:
@@ -206,7 +214,3 @@ def _failed(job: StoreJob, reason: str) -> StoreResult:
         failed_stores=set(range(len(job.stores))),
         reason=reason,
     )
-
-
-def _within(values: IntArray, limit: int, *, lowest: int = 0) -> _Mask:
-    return (values >= lowest) & (values < limit)

@@ -97,11 +97,14 @@ class PeerLinks:
                 nbytes / max(seconds, 1e-9) / 1e9,
             )
 
-    def retire(self, member: int) -> None:
-        """Close a peer's connection once its users are done; the next load opens a new one."""
+    def retire(self, connection: Connection) -> None:
+        """Close a connection once its users are done; the next load opens a new one.
+
+        Nothing happens when it was retired already, so a late report spares its successor.
+        """
         with self._lock:
-            link = self._links.get(member)
-        if link is not None:
+            links = [link for link in self._links.values() if link.connection is connection]
+        for link in links:
             self._retire(link)
 
     def reap(self) -> None:

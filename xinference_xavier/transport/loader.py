@@ -26,7 +26,7 @@ from xinference_xavier.store.copier import CHECKSUM, EngineClosed
 from xinference_xavier.store.device import Device
 from xinference_xavier.store.jobs import LoadJob, LoadResult, SegmentResult, Tier
 from xinference_xavier.store.threads import start_thread
-from xinference_xavier.transport.base import SlotView, WorkerHandle
+from xinference_xavier.transport.base import WorkerHandle
 from xinference_xavier.transport.links import LinkStatus, PeerLinks
 from xinference_xavier.transport.pool import StagingPool
 from xinference_xavier.transport.segment import Means, SegmentLoad, Verifier
@@ -72,7 +72,7 @@ class LoadEngine:
         self._links = PeerLinks(transports)
         self._means = Means(
             layout=layout,
-            own={tier: SlotView(arena.data, arena.meta) for tier, arena in arenas.items()},
+            arenas=dict(arenas),
             device=device,
             links=self._links,
             pool=StagingPool(staging, transports.quarantined),

@@ -87,6 +87,7 @@ class _Peer:
     key: bytes
     name: str
     tiers: dict[Tier, _Prepared] = field(default_factory=dict)
+    lists: list[int] = field(default_factory=list)
     users: int = 0
     broken: str | None = None
 
@@ -228,10 +229,13 @@ class NixlTransport(Transport):
             known = _Peer(advert.agent, agent.add_peer(advert.agent))
             try:
                 for tier, regions in advert.tiers.items():
+                    for region, unit in (
+                        (regions.data, self._slot_bytes),
+                        (regions.meta, META_BYTES),
+                    ):
+                        known.lists.append(agent.prepare(known.name, region, unit))
                     slots = regions.data.nbytes // self._slot_bytes
-                    data = agent.prepare(known.name, regions.data, self._slot_bytes)
-                    meta = agent.prepare(known.name, regions.meta, META_BYTES)
-                    known.tiers[tier] = _Prepared(data, meta, slots)
+                    known.tiers[tier] = _Prepared(known.lists[-2], known.lists[-1], slots)
             except NixlError:
                 self._forget(known)
                 raise
@@ -249,12 +253,9 @@ class NixlTransport(Transport):
 
     def _forget(self, known: _Peer) -> None:
         """Release what NIXL holds of a peer none of whose transfers is running."""
-        steps = [
-            partial(self._agent.release_prepared, prepared)
-            for tier in known.tiers.values()
-            for prepared in (tier.data, tier.meta)
-        ]
+        steps = [partial(self._agent.release_prepared, prepared) for prepared in known.lists]
         steps.append(partial(self._agent.remove_peer, known.name))
+        known.lists.clear()
         known.tiers.clear()
         for step in steps:
             try:
@@ -436,9 +437,15 @@ def _decode(blob: bytes) -> _Advert:
 def _path(item: Mapping[str, object]) -> PathHints:
     token = str(item["token"])
     bytes.fromhex(token)
-    return PathHints(int(str(item["pid"])), int(str(item["address"])), token, bool(item["rdma"]))
+    return PathHints(_whole(item["pid"], 31), _whole(item["address"]), token, bool(item["rdma"]))
 
 
 def _region(item: Sequence[object]) -> Region:
     kind, device, address, nbytes = item
-    return Region(str(kind), int(str(device)), int(str(address)), int(str(nbytes)))
+    return Region(str(kind), _whole(device, 31), _whole(address), _whole(nbytes))
+
+
+def _whole(value: object, bits: int = 63) -> int:
+    if not isinstance(value, int) or not 0 <= value < 1 << bits:
+        raise ValueError(f"{value!r} is not a number of {bits} bits")
+    return value

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from xinference_xavier.layout import BlockLayout
+from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.checksum import Checksummer
 from xinference_xavier.store.device import Device, IntArray
 from xinference_xavier.store.jobs import OWN_STORE, LoadSegment, SegmentResult, Tier
@@ -45,10 +46,13 @@ _Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What the segment loads of one engine share. ``own`` are the views of our own arenas."""
+    """What the segment loads of one engine share. ``arenas`` are our own.
+
+    Tensors over them are taken for each copy, never kept: a closed arena's memory goes at once.
+    """
 
     layout: BlockLayout
-    own: Mapping[Tier, SlotView]
+    arenas: Mapping[Tier, Arena]
     device: Device
     links: PeerLinks
     pool: StagingPool
@@ -125,7 +129,7 @@ class SegmentLoad:
                 # A path that failed is opened anew, or another one taken, by the next load. One
                 # that was only slow is kept.
                 if not isinstance(error, TransferTimeout):
-                    links.retire(member)
+                    links.retire(connection)
                 raise
 
     def _check(self) -> None:
@@ -141,7 +145,7 @@ class SegmentLoad:
                 raise TransferTimeout("the load's time was over")
             chunk = rows[start : start + size]
             good = self._good[start : start + len(chunk)]
-            for tier in np.unique(chunk[:, 0]).tolist():
+            for tier in sorted(set(chunk[:, 0].tolist())):
                 mine = np.flatnonzero(chunk[:, 0] == tier)
                 view = self._view(Tier(tier), connection)
                 if view is not None:
@@ -154,7 +158,10 @@ class SegmentLoad:
                 return
 
     def _view(self, tier: Tier, connection: Connection | None) -> SlotView | None:
-        return self._means.own.get(tier) if connection is None else connection.view(tier)
+        if connection is not None:
+            return connection.view(tier)
+        arena = self._means.arenas.get(tier)
+        return None if arena is None else SlotView(arena.data, arena.meta)
 
     def _copy(self, view: SlotView, rows: IntArray) -> _Mask:
         """Copy mapped slots straight into KV blocks; return which rows are good."""
@@ -172,7 +179,7 @@ class SegmentLoad:
         self, connection: Connection, tier: Tier, chunk: IntArray, mine: IntArray, good: _Mask
     ) -> None:
         """Read rows ``mine`` of the chunk through staging slots, as many at once as are free."""
-        host = self._means.own[Tier.HOST]
+        host = self._means.arenas[Tier.HOST]
         done = 0
         while done < len(mine):
             left = len(mine) - done

@@ -81,7 +81,15 @@ class SlotServer(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
         slots = [slot for first, count in runs for slot in range(first, first + count)]
         if min(slots) < 0 or max(slots) >= len(view.data):
             raise ValueError(f"slots {runs} are not all among {len(view.data)}")
-        await xo.copy_to([self._buffer(view.data[a : a + n].view(-1)) for a, n in runs], refs)
+        buffers, seen = [], set[int]()
+        for first, count in runs:
+            rows = view.data[first : first + count].view(-1)
+            # xoscar's NIXL channel registers each buffer, and the process dies of a segmentation
+            # fault when it drops registrations that overlap.
+            repeated = not seen.isdisjoint(range(first, first + count))
+            buffers.append(self._buffer(rows.clone() if repeated else rows))
+            seen.update(range(first, first + count))
+        await xo.copy_to(buffers, refs)
         return view.meta[slots].cpu().numpy()
 
     def _buffer(self, rows: torch.Tensor) -> Any:
@@ -177,6 +185,8 @@ class XoscarTransport(Transport):
             self._thread.join(CLOSE_LIMIT_S)
         if self._thread.is_alive():
             logger.warning("the xoscar pool at %s did not stop in time", self._bind)
+        # The actor shares this dict: with it the arenas' memory is let go.
+        self._views.clear()
 
     # -- the loop's thread
 
@@ -238,6 +248,8 @@ class XoscarTransport(Transport):
         deadline: float,
     ) -> torch.Tensor:
         """Fetch the peer's slots ``theirs`` into rows ``ours`` of the staging range."""
+        if self._closed:
+            raise TransferFailed("the xoscar transport is closed")
         order = np.argsort(theirs, kind="stable")
         runs = _runs(theirs[order], ours[order])
         landing = self._landing(ours[order], [count for _, count in runs])

@@ -27,8 +27,8 @@ BATCH: Final = 256
 """Blocks per admission: bounds how long the index's lock is held."""
 
 PIN_SHARE: Final = 8
-"""Pins stay below one of this many parts of vLLM's pool; none is taken while less than half as
-much of it is free."""
+"""Pins stay below one of this many parts of vLLM's pool, or half of what is free if that is more:
+pins only hurt when blocks are short. None is taken while less than a sixteenth is free."""
 
 Publish = Callable[[Sequence[bytes], Sequence[bytes]], None]
 """Tells the directory of keys that came and keys that went."""
@@ -214,8 +214,9 @@ class Saves:
 
     def _pinned_range(self, tracked: _Tracked, first: int, last: int) -> list[_Candidate]:
         """Pin blocks ``first`` to ``last`` of a request, or as many of them as may be."""
-        room = self._most_pins - self._pinned
-        if self._blocks.free < self._blocks.total // PIN_SHARE // 2:
+        free = self._blocks.free
+        room = max(self._most_pins, free // 2) - self._pinned
+        if free < self._most_pins // 2:
             room = 0
         last = min(last, first + room)
         if last <= first:

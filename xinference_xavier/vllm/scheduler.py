@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S: Final = 30.0
 CLOSE_POLL_S: Final = 0.01
 
+WATCH_QUARANTINE_S: Final = 10.0
+"""How long the engine steps for the sole sake of seeing a timed-out transfer end."""
+
 SPARE_SHARE: Final = 4
 """Spare host slots, into which a step's demotions go while the tier is full, are at most one of
 this many parts of the host tier."""
@@ -178,6 +181,8 @@ class SchedulerSide:
         meta = output.kv_connector_worker_meta
         if not isinstance(meta, WorkerMeta):
             return
+        if meta.quarantined > parts.quarantined:
+            parts.watch_quarantine_until = time.monotonic() + WATCH_QUARANTINE_S
         parts.quarantined = meta.quarantined
         for loaded in parts.loads.completed(meta.loads):
             if not loaded.complete:
@@ -198,9 +203,14 @@ class SchedulerSide:
 
     @property
     def pending(self) -> bool:
-        """Whether an idle engine must keep stepping: a pin is held or a load is under way."""
+        """Whether an idle engine must keep stepping: a pin is held, a load is under way, or a
+        timed-out transfer may end soon."""
         parts = self._parts
-        return parts is not None and (parts.saves.pending or parts.loads.jobs > 0)
+        if parts is None:
+            return False
+        if parts.saves.pending or parts.loads.jobs > 0:
+            return True
+        return parts.quarantined > 0 and time.monotonic() < parts.watch_quarantine_until
 
     def reset(self) -> bool:
         """Clear this replica's tiers and withdraw its directory entries (R16)."""
@@ -413,6 +423,7 @@ class _Parts:
     saves: Saves
     shape: dict[str, Any]
     quarantined: int = 0
+    watch_quarantine_until: float = 0.0
     loaded: dict[str, Loaded] = field(default_factory=dict)
     """Loads that ended, until vLLM schedules the request."""
 

@@ -68,6 +68,7 @@ class WorkerSide:
         self._blocks_of: dict[int, list[list[int]]] = {}
         self._finished: set[str] = set()
         self._invalid: set[int] = set()
+        self._quarantined = 0
 
     # --- start and end -----------------------------------------------------------------------
 
@@ -202,10 +203,11 @@ class WorkerSide:
         """Return the results for the scheduler side; None when there is nothing to say."""
         stored = self._copies.poll() if self._copies is not None else []
         ended, self._ended = self._ended, []
-        if not stored and not ended:
+        if not stored and not ended and not self._quarantined:
             return None
         quarantined = self._transports.quarantined() if self._transports is not None else ()
-        return WorkerMeta(stored, ended, len(quarantined))
+        self._quarantined = len(quarantined)
+        return WorkerMeta(stored, ended, self._quarantined)
 
     def _start_load(self, job: LoadJob, meta: ConnectorMeta) -> None:
         self._blocks_of[job.job_id] = [segment.rows[:, 3].tolist() for segment in job.segments]

@@ -19,6 +19,9 @@ from xinference_xavier.options import Deployment
 
 WILDCARDS: Final = ("0.0.0.0", "::", "[::]", "")
 
+UNREACHABLE: Final = (LookupError, OSError, TimeoutError, xo.ServerClosed, xo.ActorNotExist)
+"""What these coroutines raise when somebody is not there, or not any more."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -36,11 +39,13 @@ class Placement:
         wildcard there says nothing (R11), and the connector then takes the route's address.
         """
         host = self.worker.rpartition(":")[0]
-        return Deployment(
-            xavier_directory=self.supervisor,
-            xavier_namespace=model_uid,
-            xavier_member=replica_uid,
-            xavier_host=None if host in WILDCARDS else host,
+        return Deployment.from_mapping(
+            {
+                "xavier_directory": self.supervisor,
+                "xavier_namespace": model_uid,
+                "xavier_member": replica_uid,
+                "xavier_host": None if host in WILDCARDS else host,
+            }
         )
 
 

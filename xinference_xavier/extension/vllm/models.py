@@ -148,8 +148,8 @@ class GpuFirstModel(VLLMModel):  # type: ignore[misc]  # Xinference has no type 
             return {**status, "final": self._final}
         try:
             status["peer"] = await group.describe(self._deployment, REPORT_TIMEOUT_S)
-        except (LookupError, OSError, TimeoutError) as error:
-            status["error"] = str(error)
+        except group.UNREACHABLE as error:
+            status["error"] = str(error) or type(error).__name__
         return status
 
     def _sanitize_model_config(self, model_config: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replica among stand-ins of Xinference's actors, in a real xoscar pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import xoscar as xo
+
+from xinference_xavier.control.messages import MemberInfo
+from xinference_xavier.extension.vllm import group
+from xinference_xavier.options import Deployment
+
+
+class Replica(xo.StatelessActor):
+    async def get_worker_binding(self) -> dict[str, Any]:
+        return {"protocol": 1, "address": self.address}
+
+
+class Worker(xo.StatelessActor):
+    async def get_supervisor_ref(self, add_worker: bool) -> Any:
+        if add_worker:
+            raise RuntimeError("a question must not register the worker")
+        return await xo.actor_ref(address=self.address, uid="supervisor")
+
+
+class Supervisor(xo.StatelessActor):
+    def __init__(self, replicas: int | None) -> None:
+        super().__init__()
+        self.replicas = replicas
+        self.reports: list[Any] = []
+
+    async def get_instance_info(self, model_name: str | None, model_uid: str) -> list[Any]:
+        known = model_name is None and model_uid == "m" and self.replicas is not None
+        return [{"replica": self.replicas}] if known else []
+
+    async def call_extension(self, name: str, operation: str, payload: Any) -> None:
+        self.reports.append((name, operation, payload))
+
+    async def reported(self) -> list[Any]:
+        return self.reports
+
+
+def in_pool(work: Callable[[str], Awaitable[Any]], replicas: int | None = 2) -> Any:
+    """Run ``work(address)`` beside a pool with the three actors at ``address``."""
+
+    async def run() -> Any:
+        pool = await xo.create_actor_pool("127.0.0.1", n_process=0)
+        try:
+            address = pool.external_address
+            await xo.create_actor(Replica, address=address, uid="m-rep0")
+            await xo.create_actor(Worker, address=address, uid="worker")
+            await xo.create_actor(Supervisor, replicas, address=address, uid="supervisor")
+            return await work(address)
+        finally:
+            await pool.stop()
+
+    return asyncio.run(run())
+
+
+def deployment(**values: Any) -> Deployment:
+    return Deployment.from_mapping(
+        {
+            "xavier_directory": "127.0.0.1:7",
+            "xavier_namespace": "m",
+            "xavier_member": "m-rep0",
+            **values,
+        }
+    )
+
+
+def test_a_replica_finds_its_worker_and_supervisor() -> None:
+    async def work(address: str) -> Any:
+        return address, await group.find_placement(address, "m", "m-rep0")
+
+    address, placement = in_pool(work)
+    assert placement == group.Placement(address, address, 2)
+    place = placement.deployment("m", "m-rep0")
+    assert place.xavier_directory == address
+    assert place.xavier_host == "127.0.0.1"
+
+
+def test_a_model_that_the_supervisor_does_not_know_yet_counts_as_one_replica() -> None:
+    async def work(address: str) -> Any:
+        return await group.find_placement(address, "m", "m-rep0")
+
+    assert in_pool(work, replicas=None).replicas == 1
+
+
+@pytest.mark.parametrize("wildcard", ["0.0.0.0", "[::]", "::"])
+def test_a_wildcard_is_never_advertised(wildcard: str) -> None:
+    placement = group.Placement("10.0.0.1:7", f"{wildcard}:8", 1)
+    assert placement.deployment("m", "m-rep0").xavier_host is None
+
+
+def test_final_counters_reach_the_extension_beside_the_supervisor() -> None:
+    async def work(address: str) -> Any:
+        place = deployment(xavier_directory=address)
+        await group.report_final(place, {"replica": "m-rep0"}, 5)
+        supervisor = await xo.actor_ref(address=address, uid="supervisor")
+        return await supervisor.reported()
+
+    assert in_pool(work) == [("xinference-xavier", "record_final", {"replica": "m-rep0"})]
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Two members in the directory; returns what their peers were asked."""
+    asked: list[Any] = []
+
+    async def members(address: str, namespace: str, *, timeout_s: float) -> list[Any]:
+        infos = [MemberInfo(f"m-rep{n}", 7, f"peer{n}:1", "host", 0.0) for n in range(2)]
+        return [(b"f", n, info) for n, info in enumerate(infos)]
+
+    async def call(address: str, method: str, *args: Any, timeout_s: float) -> dict[str, Any]:
+        asked.append((address, method, args, timeout_s))
+        return {"blocks": 0}
+
+    monkeypatch.setattr(group, "directory_members", members)
+    monkeypatch.setattr(group, "peer_call", call)
+    return asked
+
+
+def test_a_replica_closes_its_own_peer_and_no_other(peers: list[Any]) -> None:
+    assert asyncio.run(group.leave(deployment(xavier_member="m-rep1"), 8)) == {"blocks": 0}
+    [(address, method, (drain_s,), timeout_s)] = peers
+    assert (address, method) == ("peer1:1", "close")
+    assert 0 < drain_s < timeout_s <= 8
+
+
+def test_a_replica_describes_its_own_peer(peers: list[Any]) -> None:
+    assert asyncio.run(group.describe(deployment(), 3)) == {"blocks": 0}
+    assert peers == [("peer0:1", "describe", (), 3)]
+
+
+@pytest.mark.parametrize(
+    "place", [{"xavier_member": "m-rep9"}, {"xavier_directory": None}], ids=["gone", "alone"]
+)
+def test_a_replica_that_is_in_no_directory_has_no_peer(
+    peers: list[Any], place: dict[str, Any]
+) -> None:
+    with pytest.raises(LookupError):
+        asyncio.run(group.leave(deployment(**place), 8))
+    assert peers == []

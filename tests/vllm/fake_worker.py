@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker without a model: KV blocks are lists of numbers, and the "model" reads all of them.
+
+The KV value of a position is a function of its token and of *every* value before it, read through
+the request's block table at the moment of the forward. The next token is a function of all values.
+So one stale, late, missing or foreign block anywhere in a prefix gives wrong tokens.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
+
+from xinference_xavier.store.jobs import (
+    OWN_STORE,
+    LoadJob,
+    LoadResult,
+    SegmentResult,
+    StoreJob,
+    StoreResult,
+    Tier,
+)
+from xinference_xavier.transport.base import WorkerHandle
+from xinference_xavier.vllm.metadata import ConnectorMeta, Handshake, WorkerMeta
+
+BLOCK = 16
+"""Tokens of one KV block."""
+
+MASK = (1 << 61) - 1
+SLOT_BYTES = 4096
+
+Content = tuple[int, ...]
+"""KV values of one block, one per token."""
+
+
+def value(before: int, token: int) -> int:
+    """KV value of a token after a prefix whose values add up to ``before``."""
+    return hash((before, token)) & MASK
+
+
+def next_token(total: int) -> int:
+    """The greedy next token after a prefix whose values add up to ``total``."""
+    return total % 251
+
+
+def values_of(tokens: Sequence[int]) -> list[int]:
+    """KV values of a token sequence, computed from nothing."""
+    values: list[int] = []
+    total = 0
+    for token in tokens:
+        values.append(value(total, token))
+        total = (total + values[-1]) & MASK
+    return values
+
+
+def contents_of(tokens: Sequence[int]) -> list[Content]:
+    """Contents of the full blocks of a token sequence."""
+    values = values_of(tokens)
+    return [tuple(values[end - BLOCK : end]) for end in range(BLOCK, len(values) + 1, BLOCK)]
+
+
+def answer_of(prompt: Sequence[int], count: int) -> list[int]:
+    """The tokens that a correct engine answers."""
+    total = 0
+    for token in prompt:
+        total = (total + value(total, token)) & MASK
+    answer: list[int] = []
+    for _ in range(count):
+        answer.append(next_token(total))
+        total = (total + value(total, answer[-1])) & MASK
+    return answer
+
+
+class SlotMemory(Protocol):
+    """Somebody's arenas."""
+
+    def read(self, tier: int, slot: int) -> tuple[int, Content]:
+        """Return the generation and the content of a slot."""
+
+
+@dataclass
+class Arenas:
+    """Slots of both tiers: generation and content."""
+
+    slots: dict[tuple[int, int], tuple[int, Content]] = field(default_factory=dict)
+
+    def read(self, tier: int, slot: int) -> tuple[int, Content]:
+        return self.slots.get((tier, slot), (0, ()))
+
+    def write(self, tier: int, slot: int, generation: int, content: Content) -> None:
+        self.slots[tier, slot] = (generation, content)
+
+
+@dataclass
+class _Running:
+    tokens: list[int]
+    block_ids: list[int]
+
+
+LoadFault = Callable[[LoadJob, int], str | None]
+"""Takes a load and one of its rows (counted over all segments); returns why the row fails."""
+
+StoreFault = Callable[[StoreJob], StoreResult | None]
+"""Returns the result that a store job gets instead of being run."""
+
+
+class FakeWorker:
+    """One rank. Copies run at once, or, while held, when the test says so."""
+
+    def __init__(
+        self, name: str, *, blocks: int, device_slots: int, host_slots: int, registry: Registry
+    ) -> None:
+        self.name = name
+        self.arenas = Arenas()
+        self.kv: list[list[int]] = [[-1 - number] * BLOCK for number in range(blocks)]
+        self.hold_loads = False
+        self.hold_stores = False
+        self.load_fault: LoadFault = lambda job, row: None
+        self.store_fault: StoreFault = lambda job: None
+        self.loads: list[tuple[LoadJob, dict[int, tuple[WorkerHandle, ...]]]] = []
+        self.stores: list[StoreJob] = []
+        self.loads_seen: list[LoadJob] = []
+        self.stores_seen: list[StoreJob] = []
+        self.reported: Counter[str] = Counter()
+        """Load reports by request."""
+        self.invalid_reported: list[set[int]] = []
+        self.load_seconds = 1e-6
+        """What each segment of a load reports as its duration."""
+        self.extra_results = WorkerMeta()
+        """Results that go out with the next report, whatever they are."""
+        self._slots = (device_slots, host_slots)
+        self._registry = registry
+        self._running: dict[str, _Running] = {}
+        self._finished: set[str] = set()
+        self._invalid: set[int] = set()
+        self._loaded: list[LoadResult] = []
+        self._stored: list[StoreResult] = []
+        registry[name] = self.arenas
+
+    @property
+    def handle(self) -> WorkerHandle:
+        return WorkerHandle(rank=0, host_id=self.name, layout_digest="fake", arenas={})
+
+    @property
+    def handshake(self) -> Handshake:
+        return Handshake(
+            worker=self.handle,
+            device="cpu",
+            device_slots=self._slots[0],
+            host_slots=self._slots[1],
+            staging_slots=1,
+            block_bytes=SLOT_BYTES,
+            slot_bytes=SLOT_BYTES,
+            block_tokens=BLOCK,
+            verify="off",
+        )
+
+    # --- one step, in the order of vLLM's model runner ---------------------------------------
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step and report what ended until now."""
+        # On a CPU host the worker is another process: what crosses is pickled.
+        meta = pickle.loads(pickle.dumps(output.kv_connector_metadata))
+        if isinstance(meta, ConnectorMeta):
+            for load in meta.loads:
+                waiting = [job.request_id for job, _ in self.loads]
+                if load.request_id in waiting:
+                    raise AssertionError(f"two loads at a time for {load.request_id}")
+                self.loads.append((load, meta.peers))
+                self.loads_seen.append(load)
+        if not self.hold_loads:
+            self.run_loads()
+        sampled = self._forward(output)
+        if isinstance(meta, ConnectorMeta):
+            self.stores.extend(meta.stores)
+            self.stores_seen.extend(meta.stores)
+        if not self.hold_stores:
+            self.run_stores()
+        for request_id in output.finished_req_ids:
+            self._running.pop(request_id, None)
+        report = self._report()
+        if not output.total_num_scheduled_tokens:
+            empty = EMPTY_MODEL_RUNNER_OUTPUT
+            if report.is_empty():
+                return empty
+            return ModelRunnerOutput(
+                req_ids=empty.req_ids,
+                req_id_to_index=empty.req_id_to_index,
+                kv_connector_output=report,
+            )
+        request_ids = list(output.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={request_id: row for row, request_id in enumerate(request_ids)},
+            sampled_token_ids=[sampled[request_id] for request_id in request_ids],
+            kv_connector_output=report,
+        )
+
+    def _forward(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        computed: dict[str, int] = {}
+        for new in output.scheduled_new_reqs:
+            tokens = new.prompt_token_ids
+            if tokens is None:
+                tokens = [0] * (0 if new.prompt_embeds is None else len(new.prompt_embeds))
+            self._running[new.req_id] = _Running(list(tokens), list(new.block_ids[0]))
+            computed[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for row, request_id in enumerate(cached.req_ids):
+            new_blocks = cached.new_block_ids[row]
+            if request_id in cached.resumed_req_ids:
+                tokens = cached.all_token_ids[request_id]
+                self._running[request_id] = _Running(list(tokens), list((new_blocks or [[]])[0]))
+            elif new_blocks is not None:
+                self._running[request_id].block_ids.extend(new_blocks[0])
+            computed[request_id] = cached.num_computed_tokens[row]
+        return {
+            request_id: self._compute(self._running[request_id], computed[request_id], count)
+            for request_id, count in output.num_scheduled_tokens.items()
+        }
+
+    def _compute(self, request: _Running, computed: int, count: int) -> list[int]:
+        """Fill positions ``computed`` to ``computed + count``; return the sampled token if any."""
+        total = 0
+        for position in range(0, computed, BLOCK):
+            content = self.kv[request.block_ids[position // BLOCK]]
+            total += sum(content[: min(BLOCK, computed - position)])
+        total &= MASK
+        for position in range(computed, computed + count):
+            kv = value(total, request.tokens[position])
+            self.kv[request.block_ids[position // BLOCK]][position % BLOCK] = kv
+            total = (total + kv) & MASK
+        if computed + count < len(request.tokens):
+            return []
+        token = next_token(total)
+        request.tokens.append(token)
+        return [token]
+
+    # --- copies ----------------------------------------------------------------------------------
+
+    def run_loads(self, which: Sequence[int] | None = None) -> None:
+        """Run the loads at these positions of ``loads``, in this order; all by default."""
+        chosen = list(self.loads) if which is None else [self.loads[number] for number in which]
+        for item in chosen:
+            self.loads.remove(item)
+            self._run_load(*item)
+
+    def _run_load(self, job: LoadJob, peers: Mapping[int, Sequence[WorkerHandle]]) -> None:
+        segments = []
+        offset = 0
+        for segment in job.segments:
+            memory: SlotMemory | None = self.arenas
+            if segment.member != OWN_STORE:
+                handles = peers.get(segment.member)
+                memory = self._registry.get(handles[0].host_id) if handles else None
+            transport = "fake" if memory else "none"
+            result = SegmentResult(segment.member, transport, seconds=self.load_seconds)
+            for row, (tier, slot, generation, block_id) in enumerate(segment.rows.tolist()):
+                reason = self.load_fault(job, offset + row)
+                found, content = memory.read(tier, slot) if memory else (0, ())
+                if reason is None and (not generation or found != generation):
+                    reason = "stale"
+                if reason is None:
+                    self.kv[block_id] = list(content)
+                    result.nbytes += SLOT_BYTES
+                else:
+                    # A failed load may have written anything.
+                    self.kv[block_id] = [7] * BLOCK
+                    result.failed_rows.add(row)
+                    result.reason = reason
+                    self._invalid.add(block_id)
+            offset += len(segment.rows)
+            segments.append(result)
+        self._finished.add(job.request_id)
+        self._loaded.append(LoadResult(job.job_id, job.request_id, segments))
+
+    def run_stores(self) -> None:
+        """Run the stores that wait, in order."""
+        waiting, self.stores = self.stores, []
+        for job in waiting:
+            self._stored.append(self.store_fault(job) or self._run_store(job))
+
+    def _run_store(self, job: StoreJob) -> StoreResult:
+        for device, host, generation in job.demotions.tolist():
+            self._in_range(Tier.DEVICE, device)
+            self._in_range(Tier.HOST, host)
+            content = self.arenas.read(Tier.DEVICE, device)[1]
+            self.arenas.write(Tier.HOST, host, generation, content)
+        for block_id, tier, slot, generation, _ in job.stores.tolist():
+            self._in_range(tier, slot)
+            self.arenas.write(tier, slot, generation, tuple(self.kv[block_id]))
+        return StoreResult(job.job_id)
+
+    def _in_range(self, tier: int, slot: int) -> None:
+        if not 0 <= slot < self._slots[tier]:
+            raise AssertionError(f"slot {slot} of tier {tier} is outside the arena")
+
+    def _report(self) -> KVConnectorOutput:
+        finished, self._finished = self._finished, set()
+        invalid, self._invalid = self._invalid, set()
+        loaded, self._loaded = self._loaded, []
+        stored, self._stored = self._stored, []
+        extra, self.extra_results = self.extra_results, WorkerMeta()
+        self.reported.update(finished)
+        if invalid:
+            self.invalid_reported.append(invalid)
+        meta = WorkerMeta(stored, loaded).aggregate(extra)
+        return KVConnectorOutput(
+            finished_recving=finished or None,
+            invalid_block_ids=invalid,
+            kv_connector_worker_meta=(
+                pickle.loads(pickle.dumps(meta)) if meta.stores or meta.loads else None
+            ),
+        )
+
+
+Registry = dict[str, SlotMemory]
+"""Every worker's arenas by ``WorkerHandle.host_id``: what a transport would reach."""

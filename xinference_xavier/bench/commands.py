@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The click group ``bench``. Each command imports what it measures with only when it runs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from xinference_xavier.bench.report import Report
+
+
+class Numbers(click.ParamType):
+    """Positive whole numbers, separated by commas."""
+
+    name = "numbers"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Read them."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            numbers = ()
+        if not numbers or min(numbers) < 1:
+            self.fail(f"{value!r} is no list of numbers from 1 on, like 1100,2200", param, ctx)
+        return numbers
+
+
+class Names(click.ParamType):
+    """Some of a few names, separated by commas."""
+
+    name = "names"
+
+    def __init__(self, *valid: str) -> None:
+        self._valid = valid
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        """Read them."""
+        names = value if isinstance(value, tuple) else tuple(str(value).split(","))
+        for name in names:
+            if name not in self._valid:
+                self.fail(f"{name!r} is not one of {', '.join(self._valid)}", param, ctx)
+        return names
+
+
+class Bytes(click.ParamType):
+    """A size in bytes, or with a unit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read it."""
+        from xinference_xavier.sizes import SizeError, parse_size
+
+        try:
+            size = parse_size(value, option=param.name or "size" if param else "size")
+        except SizeError as error:
+            self.fail(str(error), param, ctx)
+        if not size.bytes:
+            self.fail(f"{value!r} is no number of bytes above 0", param, ctx)
+        return size.bytes
+
+
+json_option = click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write everything that was measured to this file.",
+)
+rounds_option = click.option(
+    "--rounds", type=click.IntRange(2), default=12, show_default=True, help="Measured rounds."
+)
+arena_option = click.option(
+    "--arena-bytes",
+    type=Bytes(),
+    default="256MiB",
+    show_default=True,
+    help="Size of each arena; far above the CPU's caches, or memory is not what is measured.",
+)
+core_option = click.option(
+    "--core",
+    type=click.IntRange(0),
+    help="CPU that the model threads of all engines are bound to.  [default: the last one]",
+)
+logs_option = click.option(
+    "--logs",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Keep the engines' logs and the model in this folder.",
+)
+
+
+@click.group()
+def command() -> None:
+    """Measure what sharing brings, and what it costs.
+
+    Every comparison is a ratio between arms that alternate in one run, with its 95 % interval. A
+    target is met, or missed, when the interval of at least 10 pairs lies on one side of it, and
+    not resolved otherwise. Leave the machine alone meanwhile.
+    """
+
+
+@command.command()
+@click.option(
+    "--arms",
+    type=Names("cold", "local", "xavier"),
+    default="cold,local,xavier",
+    show_default=True,
+    help="cold: computed; local: the engine's own cache; xavier: loaded from a replica.",
+)
+@click.option("--tokens", type=Numbers(), default="1100,2200", show_default=True)
+@click.option("--pairs", type=click.IntRange(2), default=10, show_default=True)
+@click.option(
+    "--transport",
+    type=click.Choice(["auto", "shm", "nixl", "xoscar"]),
+    default="auto",
+    show_default=True,
+)
+@click.option("--tiny", is_flag=True, help="A tiny model: to try the command, not to measure.")
+@core_option
+@logs_option
+@json_option
+def warm(
+    arms: tuple[str, ...],
+    tokens: tuple[int, ...],
+    pairs: int,
+    transport: str,
+    tiny: bool,
+    core: int | None,
+    logs: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Time to first token of a prefix: computed, local, or loaded from a replica."""
+    from xinference_xavier.bench import warm as bench
+    from xinference_xavier.bench.models import QWEN_KV, TINY
+    from xinference_xavier.bench.sharing import default_core
+
+    with _folder(logs) as folder:
+        settings = bench.Settings(
+            folder,
+            default_core() if core is None else core,
+            arms,
+            tokens,
+            pairs,
+            transport,
+            shape=TINY if tiny else QWEN_KV,
+        )
+        _run("warm", lambda report: bench.run(settings, report), bench.show, json_file)
+
+
+@command.command()
+@click.option("--tokens", type=click.IntRange(16), default=2200, show_default=True)
+@click.option("--pairs", type=click.IntRange(2), default=12, show_default=True)
+@click.option("--tiny", is_flag=True, help="A tiny model: to try the command, not to measure.")
+@core_option
+@logs_option
+@json_option
+def cold(
+    tokens: int,
+    pairs: int,
+    tiny: bool,
+    core: int | None,
+    logs: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Time to first token of prompts that nobody has seen, with Xavier and without."""
+    from xinference_xavier.bench import cold as bench
+    from xinference_xavier.bench.models import QWEN_KV, TINY
+    from xinference_xavier.bench.sharing import default_core
+
+    with _folder(logs) as folder:
+        settings = bench.Settings(
+            folder,
+            default_core() if core is None else core,
+            tokens,
+            pairs,
+            shape=TINY if tiny else QWEN_KV,
+        )
+        _run("cold", lambda report: bench.run(settings, report), bench.show, json_file)
+
+
+@command.command()
+@click.option(
+    "--histories",
+    type=Numbers(),
+    default="1000,10000,100000,1000000",
+    show_default=True,
+    help="Numbers of blocks that the store holds.",
+)
+@click.option("--batch", type=click.IntRange(1), default=128, show_default=True)
+@rounds_option
+@arena_option
+@json_option
+def store(
+    histories: tuple[int, ...],
+    batch: int,
+    rounds: int,
+    arena_bytes: int,
+    json_file: Path | None,
+) -> None:
+    """Cost of admitting a block into a full store, by its size and leases."""
+    from xinference_xavier.bench import store as bench
+
+    settings = bench.Settings(histories, rounds, batch, arena_bytes)
+    _run("store", lambda report: bench.run(settings, report), bench.show, json_file)
+
+
+@command.command()
+@click.option(
+    "--counts",
+    type=Numbers(),
+    default="1,4,16,64,256,1024",
+    show_default=True,
+    help="Numbers of blocks per transfer.",
+)
+@click.option(
+    "--transports",
+    type=Names("shm", "nixl", "xoscar"),
+    default="shm,nixl,xoscar",
+    show_default=True,
+)
+@rounds_option
+@arena_option
+@json_option
+def transfer(
+    counts: tuple[int, ...],
+    transports: tuple[str, ...],
+    rounds: int,
+    arena_bytes: int,
+    json_file: Path | None,
+) -> None:
+    """Speed of each transport between two processes, against its floor."""
+    from xinference_xavier.bench import transfer as bench
+
+    settings = bench.Settings(counts, transports, rounds, arena_bytes)
+    _run("transfer", lambda report: bench.run(settings, report), bench.show, json_file)
+
+
+@contextmanager
+def _folder(kept: Path | None) -> Iterator[Path]:
+    """Give a folder for logs and model: the one to keep, or one that goes."""
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(prefix="xavier-bench-") as name:
+        yield Path(name)
+
+
+def _run(
+    name: str,
+    measure: Callable[[Report], dict[str, Any]],
+    show: Callable[[dict[str, Any], Report], None],
+    json_file: Path | None,
+) -> None:
+    """Measure, print, write."""
+    from xinference_xavier.bench.report import Report, machine, save
+
+    report = Report()
+    where = machine()
+    if where["disturbed"]:
+        report.say(
+            f"Other work keeps this machine busy (load {where['load_before']:.1f} on "
+            f"{where['cores']} cores): the figures will be disturbed."
+        )
+    result = {"benchmark": name, "machine": where} | measure(report)
+    show(result, report)
+    if json_file is not None:
+        save(json_file, result)
+        report.say(f"written to {json_file}")

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What it costs to admit a block into a full store: one demotion, one store, one eviction.
+
+Index and copies are the product's own: the plan of ``SnapshotIndex``, run by a ``CopyEngine``, and
+committed. The time of a block is that of the index calls and job tables on the calling thread plus
+that of the copies on the copy thread. It is measured for histories of up to a million held blocks,
+with none, half and nearly all of them leased, and compared in alternating rounds with the floor,
+two memory copies of a slot whose source and target are in no CPU cache, and with the store that is
+built into Xinference.
+
+A million blocks of 192 KiB do not fit into any machine that this runs on. So the index has all of
+its slots, and the arenas have fewer, which slots share (their number modulo the arena's): the same
+bytes move as in a real store of that size, to memory just as cold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from xinference_xavier.bench.blocks import (
+    BLOCK_BYTES,
+    Cache,
+    Ints,
+    filled_arena,
+    seconds_of_row_copies,
+)
+from xinference_xavier.bench.builtin import BuiltinStore, BuiltinUnavailable
+from xinference_xavier.bench.report import Report
+from xinference_xavier.bench.stats import at_least, at_most, percentile, ratio_interval
+from xinference_xavier.store.copier import CopyEngine
+from xinference_xavier.store.index import SnapshotIndex
+from xinference_xavier.store.jobs import StoreJob, StoreResult, Tier
+
+LEASED: Final = ("none", "half", "nearly all")
+
+DEVICE_SHARE: Final = 20
+"""One of this many blocks of a history is in the device tier, as in the reference run."""
+
+LEASE_BLOCKS: Final = 64
+FOREVER_S: Final = 1e9
+POLL_S: Final = 2e-4
+
+MOST_RATIO: Final = 1.5
+LEAST_SPEEDUP: Final = 10.0
+MOST_FLATNESS: Final = 1.2
+"""Targets: against the floor, against the built-in store, and slowest history against fastest."""
+
+REPLAY_BLOCKS: Final = 27_817
+REPLAY_DEVICE: Final = {"256 MiB": 1365, "8 MiB": 42}
+"""The reference run: blocks staged, and device slots of the two budgets it had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``arena_bytes`` is the size of each arena and of the KV cache, to be far above any cache."""
+
+    histories: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
+    rounds: int = 12
+    batch: int = 128
+    arena_bytes: int = 256 << 20
+    replay_blocks: int = REPLAY_BLOCKS
+
+
+class _Bench:
+    """The memory that all cells of the table share."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.blocks = settings.arena_bytes // BLOCK_BYTES
+        if settings.batch > self.blocks // 2:
+            raise ValueError(
+                f"a batch of {settings.batch} blocks needs arenas of twice as many, and "
+                f"{settings.arena_bytes} bytes hold {self.blocks}"
+            )
+        self.batch = settings.batch
+        self.cache = Cache.make(self.blocks)
+        self.arenas = {tier: filled_arena(self.blocks, tier.name.lower()) for tier in Tier}
+        self.engine = CopyEngine(
+            layout=self.cache.layout, arenas=self.arenas, device=self.cache.device, verify="off"
+        )
+        self._random = np.random.default_rng(0)
+        self._keys = _keys()
+
+    def close(self) -> None:
+        """End the copy thread and free the arenas."""
+        self.engine.close(10.0)
+        for arena in self.arenas.values():
+            arena.close()
+
+    def new_blocks(self, count: int) -> list[tuple[bytes, int]]:
+        """Return new keys with block ids scattered over the KV cache, as vLLM's pool has them."""
+        ids = self._random.permutation(self.blocks)[: min(count, self.blocks)].tolist()
+        return [(next(self._keys), ids[number % len(ids)]) for number in range(count)]
+
+    def floor_seconds(self) -> float:
+        """Return the time of two cold copies for each block of a batch."""
+        device, host = (self.arenas[tier].data.numpy() for tier in Tier)
+        places = self._random.permutation(self.blocks)
+        first, second = places[: self.batch], places[-self.batch :]
+        return seconds_of_row_copies(host, first, device, second) + seconds_of_row_copies(
+            device, first, host, second
+        )
+
+    def admit(self, index: SnapshotIndex) -> tuple[float, float]:
+        """Admit a batch; return the seconds of the bookkeeping and of the copies."""
+        blocks = self.new_blocks(self.batch)
+        started = time.perf_counter()
+        plan = index.admit(blocks)
+        demotions = np.array(plan.demotions, dtype=np.int64).reshape(-1, 3)
+        stores = np.array(plan.stores, dtype=np.int64).reshape(-1, 5)
+        planned = time.perf_counter()
+        if len(demotions) != self.batch or len(stores) != self.batch:
+            raise RuntimeError(
+                f"{len(stores)} blocks were admitted with {len(demotions)} demotions, "
+                f"not {self.batch} with one each"
+            )
+        result = self._copy(plan.job_id, demotions, stores)
+        copied = time.perf_counter()
+        index.commit(plan.job_id)
+        return time.perf_counter() - copied + planned - started, result.seconds
+
+    def _copy(self, job_id: int, demotions: Ints, stores: Ints) -> StoreResult:
+        demotions[:, :2] %= self.blocks
+        stores[:, 2] %= self.blocks
+        self.engine.submit(StoreJob(job_id, demotions, stores))
+        while not (results := self.engine.poll()):
+            # The copy thread needs the interpreter now and then; it measures its own time.
+            time.sleep(POLL_S)
+        if results[0].failed_demotions or results[0].failed_stores:
+            raise RuntimeError(f"copies failed: {results[0].reason}")
+        return results[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Seconds per block of one round."""
+
+    floor: float
+    bookkeeping: float
+    copies: float
+    builtin: float | None
+
+    @property
+    def ours(self) -> float:
+        """Return what one block costs in all."""
+        return self.bookkeeping + self.copies
+
+
+def run(settings: Settings, report: Report) -> dict[str, Any]:
+    """Measure; ``cells`` has one entry per history and share of leases."""
+    report.say("allocating")
+    bench = _Bench(settings)
+    try:
+        builtin, reason = _builtin(bench)
+        cells: list[dict[str, Any]] = []
+        with report.steps("histories", len(settings.histories) * len(LEASED)) as step:
+            for history in settings.histories:
+                index, keys = _history(bench, history)
+                for leased in LEASED:
+                    _lease(index, keys, leased, bench.batch)
+                    rounds = [_round(bench, index, builtin) for _ in range(settings.rounds + 1)]
+                    cells.append(_cell(history, leased, rounds[1:]))
+                    step.done()
+        report.say("replaying the reference history")
+        replays = [_replay(bench, name, settings.replay_blocks) for name in REPLAY_DEVICE]
+        return _result(cells, replays, reason)
+    finally:
+        bench.close()
+
+
+def _builtin(bench: _Bench) -> tuple[BuiltinStore | None, str | None]:
+    try:
+        return BuiltinStore(bench.cache.layers, BLOCK_BYTES, bench.blocks), None
+    except BuiltinUnavailable as error:
+        return None, str(error)
+
+
+def _history(bench: _Bench, blocks: int) -> tuple[SnapshotIndex, list[bytes]]:
+    """Return a full index that holds ``blocks`` blocks, and their keys from old to new."""
+    device = max(4 * bench.batch, blocks // DEVICE_SHARE)
+    index = SnapshotIndex(
+        device_slots=device,
+        host_slots=max(4 * bench.batch, blocks - device) + bench.batch,
+        spare_slots=bench.batch,
+    )
+    keys: list[bytes] = []
+    while len(keys) < device + max(4 * bench.batch, blocks - device):
+        batch = bench.new_blocks(bench.batch)
+        plan = index.admit(batch)
+        index.commit(plan.job_id)
+        # Within a batch the first key is the most recently used one.
+        keys += [key for key, _ in reversed(batch)]
+    return index, keys
+
+
+def _lease(index: SnapshotIndex, keys: Sequence[bytes], leased: str, batch: int) -> None:
+    """Lease that share of the blocks; called with growing shares of one index."""
+    if leased == "none":
+        return
+    device = index.counters().device_blocks
+    # What stays free in either tier is what the rounds need to have something to demote and evict.
+    tiers = (keys[:-device][2 * batch :], keys[-device:][2 * batch :])
+    for tier in tiers:
+        chunks = [tier[at : at + LEASE_BLOCKS] for at in range(0, len(tier), LEASE_BLOCKS)]
+        for chunk in chunks[::2] if leased == "half" else chunks[1::2]:
+            index.acquire(chunk, reader=None, request="bench", now=0.0, duration=FOREVER_S)
+
+
+def _round(bench: _Bench, index: SnapshotIndex, builtin: BuiltinStore | None) -> _Round:
+    n = bench.batch
+    floor = bench.floor_seconds()
+    bookkeeping, copies = bench.admit(index)
+    theirs = None
+    if builtin is not None:
+        theirs = builtin.admit([block for _, block in bench.new_blocks(n)]) / n
+    return _Round(floor / n, bookkeeping / n, copies / n, theirs)
+
+
+def _cell(history: int, leased: str, rounds: Sequence[_Round]) -> dict[str, Any]:
+    ours = [item.ours for item in rounds]
+    ratio = ratio_interval(ours, [item.floor for item in rounds])
+    cell: dict[str, Any] = {
+        "history": history,
+        "leased": leased,
+        "us_per_block": _us(ours),
+        "bookkeeping_us": _us([item.bookkeeping for item in rounds]),
+        "copy_us": _us([item.copies for item in rounds]),
+        "floor_us": _us([item.floor for item in rounds]),
+        "ratio_to_floor": ratio.to_dict(),
+        "verdict": at_most(ratio, MOST_RATIO),
+        "builtin_us": None,
+        "speedup_vs_builtin": None,
+        "speedup_verdict": None,
+    }
+    builtin = [item.builtin for item in rounds if item.builtin is not None]
+    if builtin:
+        speedup = ratio_interval(builtin, ours)
+        cell["builtin_us"] = _us(builtin)
+        cell["speedup_vs_builtin"] = speedup.to_dict()
+        cell["speedup_verdict"] = at_least(speedup, LEAST_SPEEDUP)
+    return cell
+
+
+def _us(seconds: Sequence[float]) -> float:
+    return percentile(seconds, 0.5) * 1e6
+
+
+def _replay(bench: _Bench, budget: str, blocks: int) -> dict[str, Any]:
+    """Stage the reference run's blocks into a store of that budget, with all copies."""
+    device = REPLAY_DEVICE[budget]
+    # The reference run batched by request; no batch may be larger than the smaller device tier.
+    batch = min(bench.batch, device)
+    index = SnapshotIndex(device_slots=device, host_slots=blocks + batch, spare_slots=batch)
+    spent = 0.0
+    for start in range(0, blocks, batch):
+        new = bench.new_blocks(min(batch, blocks - start))
+        started = time.perf_counter()
+        plan = index.admit(new)
+        demotions = np.array(plan.demotions, dtype=np.int64).reshape(-1, 3)
+        stores = np.array(plan.stores, dtype=np.int64).reshape(-1, 5)
+        spent += time.perf_counter() - started
+        spent += bench._copy(plan.job_id, demotions, stores).seconds
+        started = time.perf_counter()
+        index.commit(plan.job_id)
+        spent += time.perf_counter() - started
+    found = index.counters()
+    return {
+        "budget": budget,
+        "blocks": blocks,
+        "device_blocks": found.device_blocks,
+        "host_blocks": found.host_blocks,
+        "demotions": found.totals.demotions,
+        "us_per_block": spent / blocks * 1e6,
+    }
+
+
+def _result(
+    cells: list[dict[str, Any]], replays: list[dict[str, Any]], reason: str | None
+) -> dict[str, Any]:
+    costs = [cell["us_per_block"] for cell in cells]
+    worst = max(cells, key=lambda cell: float(cell["ratio_to_floor"]["middle"]))
+    speedups = [cell["speedup_vs_builtin"]["middle"] for cell in cells if not reason]
+    return {
+        "us_per_block": percentile(costs, 0.5),
+        "floor_us": percentile([cell["floor_us"] for cell in cells], 0.5),
+        "ratio_to_floor": worst["ratio_to_floor"]["middle"],
+        "verdict": worst["verdict"],
+        "speedup_vs_builtin": min(speedups, default=None),
+        "builtin_skipped": reason,
+        "flatness": max(costs) / min(costs),
+        "limits": {
+            "ratio_to_floor": MOST_RATIO,
+            "speedup_vs_builtin": LEAST_SPEEDUP,
+            "flatness": MOST_FLATNESS,
+        },
+        "cells": cells,
+        "replay": replays,
+    }
+
+
+def _keys() -> Iterator[bytes]:
+    number = 0
+    while True:
+        yield hashlib.sha256(number.to_bytes(8, "little")).digest()
+        number += 1
+
+
+def show(result: dict[str, Any], report: Report) -> None:
+    """Print the tables."""
+    names = ("history", "leased", "us_per_block", "bookkeeping_us", "copy_us", "floor_us")
+    rows = [
+        {name: cell[name] for name in names}
+        | {"ratio": cell["ratio_to_floor"]["middle"], "at_most_1.5": cell["verdict"]}
+        | {"builtin_us": cell["builtin_us"]}
+        | {"speedup": (cell["speedup_vs_builtin"] or {}).get("middle")}
+        for cell in result["cells"]
+    ]
+    report.table("Admitting one 192 KiB block with a demotion", rows)
+    report.note(
+        f"Slowest history / fastest: {result['flatness']:.2f} (target {MOST_FLATNESS}). "
+        + (result["builtin_skipped"] or "The built-in store runs with the CPU as its device.")
+    )
+    report.table("The reference history replayed", result["replay"])

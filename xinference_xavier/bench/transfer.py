@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast each transport brings blocks of another process, by their number.
+
+Two figures per transport. The *transfer* is the transport's own part: for shared memory the copy
+from the mapping into KV blocks with all of a load's checks, for NIXL and xoscar the read into
+staging slots. The *load* is all that a worker does for a segment of a request, up to the bytes in
+KV blocks. The floor is one plain memory copy of the same bytes, and for NIXL a bare READ of the
+same slots; floor and transfer alternate. Every round moves on through the source's arena, so that
+its bytes are in no CPU cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from xinference_xavier.bench.blocks import BLOCK_BYTES, Cache, filled_arena, seconds_of_run_copy
+from xinference_xavier.bench.report import Report
+from xinference_xavier.bench.source import HOST, Offer, Raw, running_source
+from xinference_xavier.bench.stats import at_least, percentile, ratio_interval
+from xinference_xavier.store.arena import PAGE, Arena, MappedArena
+from xinference_xavier.store.jobs import LoadSegment, Tier
+from xinference_xavier.transport.base import Connection, SlotView, TransportUnavailable
+from xinference_xavier.transport.links import PeerLinks
+from xinference_xavier.transport.nixl_agent import Agent, Region, State
+from xinference_xavier.transport.pool import StagingPool
+from xinference_xavier.transport.segment import Means, SegmentLoad
+from xinference_xavier.transport.select import PREFERENCE, Transports
+
+LEAST_RATIO: Final = 0.8
+FROM_BLOCKS: Final = 64
+"""Target: at least this share of the floor, from this many blocks on."""
+
+MOST_STAGING: Final = 256
+"""Staging slots of a worker."""
+
+MEMBER: Final = 1
+LIMIT_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``counts`` are numbers of blocks; ``arena_bytes`` the size of the source's arena."""
+
+    counts: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
+    transports: tuple[str, ...] = PREFERENCE
+    rounds: int = 12
+    arena_bytes: int = 256 << 20
+
+
+class _Reader:
+    """Our worker: KV cache, arena with staging slots at its end, and one transport."""
+
+    def __init__(self, offer: Offer, cache: Cache, arena: Arena, transport: str) -> None:
+        """Raises :class:`TransportUnavailable`."""
+        self.offer = offer
+        self.arena = arena
+        self.staging = range(arena.slots - min(MOST_STAGING, arena.slots), arena.slots)
+        self._cache = cache
+        self._transports = Transports.start(
+            choice=transport,
+            arenas={Tier.HOST: arena},
+            staging=self.staging,
+            host=HOST,
+            layout_digest=cache.layout.digest(),
+        )
+        self._links = PeerLinks(self._transports)
+        self._means = Means(
+            layout=cache.layout,
+            own={Tier.HOST: SlotView(arena.data, arena.meta)},
+            device=cache.device,
+            links=self._links,
+            pool=StagingPool(self.staging, self._transports.quarantined),
+        )
+        self._random = np.random.default_rng(0)
+
+    @contextmanager
+    def connected(self) -> Iterator[Connection]:
+        """Give the connection, with all that a worker prepares while it is idle."""
+        with self._links.use(MEMBER, self.offer.handle) as connection:
+            while self._links.warm():
+                pass
+            yield connection
+
+    def load(self, first: int, count: int) -> float:
+        """Load slots into scattered KV blocks as for a request; return the seconds."""
+        blocks = self._random.permutation(self._cache.layout.num_blocks)[:count]
+        slots = np.arange(first, first + count)
+        tiers = np.full(count, int(Tier.HOST))
+        rows = np.stack([tiers, slots, slots + 1, blocks], axis=1).astype(np.int64)
+        load = SegmentLoad(
+            self._means,
+            LoadSegment(MEMBER, rows),
+            request_id="bench",
+            peer=self.offer.handle,
+            deadline=time.monotonic() + LIMIT_S,
+            verifier=None,
+        )
+        started = time.perf_counter()
+        result = load.run()
+        seconds = time.perf_counter() - started
+        if result.failed_rows:
+            raise RuntimeError(f"{len(result.failed_rows)} of {count} blocks: {result.reason}")
+        return seconds
+
+    def fetch(self, connection: Connection, first: int, count: int) -> float:
+        """Read slots into staging slots, as many at once as there are; return the seconds."""
+        started = time.perf_counter()
+        for at in range(0, count, len(self.staging)):
+            n = min(len(self.staging), count - at)
+            slots = range(first + at, first + at + n)
+            deadline = time.monotonic() + LIMIT_S
+            connection.fetch(Tier.HOST, slots, self.staging[:n], deadline=deadline)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """Close connection and transport; the arena is the caller's."""
+        self._links.close()
+        self._transports.close()
+
+
+class _RawNixl:
+    """A bare agent that reads the source's slots into our arena."""
+
+    def __init__(self, raw: Raw, target: torch.Tensor) -> None:
+        self._agent = Agent("bench-reader")
+        region = Region.of(target)
+        self._agent.register(region)
+        peer = self._agent.add_peer(raw.metadata)
+        self._local = self._agent.prepare(None, region, BLOCK_BYTES)
+        self._remote = self._agent.prepare(peer, raw.region, BLOCK_BYTES)
+
+    def read(self, first: int, count: int) -> float:
+        """Read slots; return the seconds, with the making of the transfer."""
+        ours = np.arange(count, dtype=np.int32)
+        started = time.perf_counter()
+        transfer = self._agent.read(self._local, ours, self._remote, ours + np.int32(first))
+        state = transfer.post()
+        while state is State.RUNNING:
+            state = transfer.poll()
+        seconds = time.perf_counter() - started
+        if state is not State.DONE:
+            raise RuntimeError(f"the raw READ failed: {transfer.error}")
+        return seconds
+
+    def close(self) -> None:
+        """Destroy the agent."""
+        self._agent.close()
+
+
+def run(settings: Settings, report: Report) -> dict[str, Any]:
+    """Measure; ``rows`` has one entry per transport and count, ``skipped`` a reason each."""
+    slots = settings.arena_bytes // BLOCK_BYTES
+    counts = tuple(count for count in settings.counts if count <= slots)
+    if not counts:
+        raise ValueError(f"arenas of {settings.arena_bytes} bytes hold only {slots} blocks")
+    report.say("allocating")
+    cache = Cache.make(slots)
+    arena = filled_arena(max(counts), "reader")
+    rows: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
+    try:
+        with running_source(slots, cache.layout.digest()) as offer:
+            for name in settings.transports:
+                try:
+                    rows += _transport(settings, counts, name, offer, cache, arena, report)
+                except TransportUnavailable as error:
+                    skipped[name] = str(error)
+                    report.say(f"{name}: skipped, {error}")
+    finally:
+        arena.close()
+    return {
+        "rows": rows,
+        "skipped": skipped,
+        "limits": {"ratio": LEAST_RATIO, "from_blocks": FROM_BLOCKS},
+    }
+
+
+def _transport(
+    settings: Settings,
+    counts: Sequence[int],
+    name: str,
+    offer: Offer,
+    cache: Cache,
+    arena: Arena,
+    report: Report,
+) -> list[dict[str, Any]]:
+    reader = _Reader(offer, cache, arena, name)
+    raw = _RawNixl(offer.raw, arena.data) if name == "nixl" and offer.raw else None
+    mapped = MappedArena.open(offer.handle.arenas[Tier.HOST])
+    source, target = mapped.data.numpy(), arena.data.numpy()
+    # The first access to a page of a mapping is a fault, which is no part of a memory copy.
+    source.reshape(-1)[::PAGE].max()
+
+    def memcpy(first: int, count: int) -> float:
+        return seconds_of_run_copy(target, 0, source, first, count)
+
+    try:
+        rows = []
+        with reader.connected() as connection, report.steps(name, len(counts)) as step:
+
+            def fetch(first: int, count: int) -> float:
+                return reader.fetch(connection, first, count)
+
+            transfer = reader.load if name == "shm" else fetch
+            for count in counts:
+                rows.append(
+                    _row(settings, name, count, len(source), memcpy, raw, transfer, reader.load)
+                )
+                step.done()
+        return rows
+    finally:
+        mapped.close()
+        if raw is not None:
+            raw.close()
+        reader.close()
+
+
+Move = Callable[[int, int], float]
+"""Moves slots from a first one on; returns the seconds."""
+
+
+def _row(
+    settings: Settings,
+    name: str,
+    count: int,
+    slots: int,
+    memcpy: Move,
+    raw: _RawNixl | None,
+    transfer: Move,
+    load: Move,
+) -> dict[str, Any]:
+    """Measure one count: in every round each way moves the next window of the source."""
+    ways: dict[str, Move] = {"memcpy": memcpy, "transfer": transfer}
+    if raw is not None:
+        ways["raw"] = raw.read
+    if load is not transfer:
+        ways["load"] = load
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    windows = max(1, slots // count)
+    window = 0
+    # The first round pays for what happens once, and does not count.
+    for number in range(settings.rounds + 1):
+        for way, move in ways.items():
+            seconds = move(window % windows * count, count)
+            window += 1
+            if number:
+                times[way].append(seconds)
+    floor = "raw" if raw is not None else "memcpy"
+    ratio = ratio_interval(times[floor], times["transfer"])
+    nbytes = count * BLOCK_BYTES
+    rates = {way: nbytes / percentile(values, 0.5) / 1e9 for way, values in times.items()}
+    judged = count >= FROM_BLOCKS and name != "xoscar"
+    return {
+        "transport": name,
+        "blocks": count,
+        "us": percentile(times["transfer"], 0.5) * 1e6,
+        "gb_per_s": rates["transfer"],
+        "load_gb_per_s": rates.get("load", rates["transfer"]),
+        "memcpy_gb_per_s": rates["memcpy"],
+        "raw_gb_per_s": rates.get("raw"),
+        "floor": floor,
+        "ratio": ratio.to_dict(),
+        "verdict": at_least(ratio, LEAST_RATIO) if judged else None,
+    }
+
+
+def show(result: dict[str, Any], report: Report) -> None:
+    """Print the table."""
+    rows = [
+        row | {"ratio": row["ratio"]["middle"], "low": row["ratio"]["low"]}
+        for row in result["rows"]
+    ]
+    report.table("Bringing blocks of 192 KiB from another process", rows)
+    for name, reason in result["skipped"].items():
+        report.note(f"{name} was skipped: {reason}")
+    report.note(
+        f"The ratio is to the floor; the target is {LEAST_RATIO} from {FROM_BLOCKS} blocks on, for "
+        "shared memory and NIXL. xoscar is the reference path and fallback."
+    )
