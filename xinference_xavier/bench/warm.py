@@ -11,6 +11,7 @@ connections and first touches of memory and is reported apart.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,8 +181,7 @@ def _judged(
         "pairs": len(pairs) - 1,
         "arms": {name: arm for name, arm in arms.items() if name in settings.arms},
         "another_prefix_differs": all(
-            not same_answer(one.local, other.local)
-            for one, other in zip(pairs, pairs[1:], strict=False)
+            not same_answer(one.local, other.local) for one, other in itertools.pairwise(pairs)
         ),
     }
 

@@ -12,16 +12,13 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Final
 
-from packaging.version import Version
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHash
 
+from xinference_xavier import features
+
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-
-OLDEST: Final = Version("0.27.0")
-NEWER: Final = Version("0.33.0")
-"""The first version that nobody has tried."""
 
 OVERRIDE: Final = "XINFERENCE_XAVIER_ALLOW_VLLM"
 """Environment variable that lets an untried vLLM version run: its exact version string."""
@@ -44,14 +41,11 @@ def vllm_version() -> str:
 def check_version() -> None:
     """Raise :class:`UnsupportedVersion` unless the installed vLLM is a known one (R1)."""
     found = vllm_version()
-    if OLDEST <= Version(Version(found).base_version) < NEWER:
-        return
-    if os.environ.get(OVERRIDE) == found:
-        return
-    raise UnsupportedVersion(
-        f"vLLM {found} is not supported: GPU-first Xavier needs vLLM >= {OLDEST}, < {NEWER}. "
-        f"To try this version all the same, set {OVERRIDE}={found}"
-    )
+    problem = features.check_version("vllm", found)
+    if problem is not None and os.environ.get(OVERRIDE) != found:
+        raise UnsupportedVersion(
+            f"{problem}. To try this version all the same, set {OVERRIDE}={found}"
+        )
 
 
 def join_logging() -> None:

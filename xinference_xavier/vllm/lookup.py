@@ -294,6 +294,9 @@ class Lookups:
     ) -> Run | None:
         found = self._mirror.longest(keys, first, usable)
         if found is None:
+            if self._mirror.overflowed:
+                # It may have dropped what the directory knows; the next request profits.
+                self._control.ask(keys[first:])
             return None
         member, count = found
         hold = self._control.reserve(member, keys[first : first + count], request_id)

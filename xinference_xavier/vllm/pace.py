@@ -33,11 +33,6 @@ class Pace:
         if tokens > 0 and seconds > 0:
             self._loads[source] = _smooth(self._loads.get(source), seconds / tokens)
 
-    def forget(self, source: int) -> None:
-        """Drop what was measured of a member that is gone."""
-        self._loads.pop(source, None)
-        self._declined.pop(source, None)
-
     def worth_loading(self, source: int) -> bool:
         """Whether loading a token from ``source`` beats computing it; True while unmeasured."""
         load = self._loads.get(source)
