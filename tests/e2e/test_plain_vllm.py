@@ -13,8 +13,15 @@ from typing import Any
 
 import pytest
 
-from tests.engines import BLOCK_TOKENS, Completion, Engine, describe, running_directory, wait_until
 from tests.models import make_tiny_llama
+from xinference_xavier.bench.engines import (
+    BLOCK_TOKENS,
+    Completion,
+    Engine,
+    describe,
+    running_directory,
+    wait_until,
+)
 
 pytestmark = pytest.mark.e2e
 

@@ -99,7 +99,7 @@ def test_a_wildcard_is_never_advertised(wildcard: str) -> None:
 def test_final_counters_reach_the_extension_beside_the_supervisor() -> None:
     async def work(address: str) -> Any:
         place = deployment(xavier_directory=address)
-        await group.report_final(place, {"replica": "m-rep0"}, 5)
+        await group.report_final(place, {"replica": "m-rep0"})
         supervisor = await xo.actor_ref(address=address, uid="supervisor")
         return await supervisor.reported()
 

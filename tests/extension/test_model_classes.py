@@ -216,6 +216,22 @@ def test_a_worker_on_a_wildcard_address_advertises_none(
     made.stop()
 
 
+def test_a_supervisor_that_does_not_answer_fails_the_launch_in_time(
+    loading: Loading, loop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silence(*identity: str) -> group.Placement:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(group, "find_placement", silence)
+    monkeypatch.setattr(models, "PLACEMENT_TIMEOUT_S", 0.05)
+    made = model()
+    made.set_loop(loop)
+    with pytest.raises(RuntimeError, match="where the supervisor is"):
+        made.load()
+    assert loading.config == {}
+
+
 def test_a_stock_replica_on_a_cpu_gets_cores_and_memory_but_no_connector(
     loading: Loading, loop: Any
 ) -> None:
@@ -292,7 +308,7 @@ class Group:
                 raise TimeoutError("no answer within 6 s")
             return {"blocks": 0}
 
-        async def report_final(deployment: Any, report: Any, timeout_s: float) -> None:
+        async def report_final(deployment: Any, report: Any) -> None:
             self.events.append(("report", report))
 
         monkeypatch.setattr(group, "leave", leave)

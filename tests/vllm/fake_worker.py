@@ -184,7 +184,7 @@ class FakeWorker:
             self.run_stores()
         for request_id in output.finished_req_ids:
             self._running.pop(request_id, None)
-        report = self._report()
+        report = self._report(meta.step if isinstance(meta, ConnectorMeta) else 0)
         if not output.total_num_scheduled_tokens:
             empty = EMPTY_MODEL_RUNNER_OUTPUT
             if report.is_empty():
@@ -300,7 +300,7 @@ class FakeWorker:
         if not 0 <= slot < self._slots[tier]:
             raise AssertionError(f"slot {slot} of tier {tier} is outside the arena")
 
-    def _report(self) -> KVConnectorOutput:
+    def _report(self, step: int) -> KVConnectorOutput:
         finished, self._finished = self._finished, set()
         invalid, self._invalid = self._invalid, set()
         loaded, self._loaded = self._loaded, []
@@ -309,12 +309,12 @@ class FakeWorker:
         self.reported.update(finished)
         if invalid:
             self.invalid_reported.append(invalid)
-        meta = WorkerMeta(stored, loaded).aggregate(extra)
+        meta = WorkerMeta(stored, loaded, step=step).aggregate(extra)
         return KVConnectorOutput(
             finished_recving=finished or None,
             invalid_block_ids=invalid,
             kv_connector_worker_meta=(
-                pickle.loads(pickle.dumps(meta)) if meta.stores or meta.loads else None
+                pickle.loads(pickle.dumps(meta)) if meta.stores or meta.loads or step else None
             ),
         )
 

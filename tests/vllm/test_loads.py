@@ -260,7 +260,6 @@ def test_aborted_while_resuming_with_a_load(engine: Engine) -> None:
     engine.until(lambda: len(engine.answers[request_id]) > 2)
     table = engine.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
     engine.preempt(request_id)
-    engine.until(lambda: not engine._queue)
     engine.pool.evict_blocks(set(table))
     share(engine, 1, PROMPT)
     engine.worker.hold_loads = True

@@ -56,19 +56,20 @@ def test_aborting_a_finished_request_changes_nothing(engine: Engine) -> None:
     assert engine.control.published == set(keys_of(PROMPT))
 
 
-def test_pins_stay_below_an_eighth_of_the_pool(engine: Engine) -> None:
+def test_pins_stay_below_an_eighth_of_the_pool_or_half_of_what_is_free(make: Make) -> None:
+    engine = make(blocks=32, max_tokens_per_step=512)
     engine.worker.hold_stores = True
     for seed in range(3):
         engine.add(prompt_of(seed, 100))
-    most = 0
     while len(engine.reasons) < 3:
         engine.step()
-        most = max(most, engine.side.status()["pinned_blocks"])
-    assert most == 64 // 8
-    assert engine.traffic["saves_skipped"] == {"pins": 3 * 6 - 8}
+        pinned = engine.side.status()["pinned_blocks"]
+        assert pinned <= max(32 // 8, engine.pool.get_num_free_blocks() // 2)
+    skipped = engine.traffic["saves_skipped"]["pins"]
+    assert 0 < skipped < 3 * 6
     engine.worker.hold_stores = False
     engine.check_all()
-    assert engine.traffic["saved_blocks"] == 8
+    assert engine.traffic["saved_blocks"] == 3 * 6 - skipped
 
 
 def test_what_the_pin_limit_left_is_saved_while_the_request_runs(engine: Engine) -> None:
@@ -110,6 +111,7 @@ def test_a_preempted_request_resumes_from_the_store(engine: Engine) -> None:
 
 def test_a_failed_store_is_never_visible(engine: Engine) -> None:
     def fail_second(job: StoreJob) -> StoreResult:
+        engine.worker.store_fault = lambda job: None
         engine.worker._run_store(job)
         return StoreResult(job.job_id, failed_stores={1}, reason="broken")
 

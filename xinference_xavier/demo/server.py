@@ -52,7 +52,9 @@ class Server:
     Used from the main thread. :meth:`stop` may be called in any state, any number of times.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keep_logs: Path | None = None) -> None:
+        """Make the folder. ``keep_logs`` is where the logs go when the server is stopped."""
+        self._keep_logs = keep_logs
         # Sockets live in here, and their paths may have about 100 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="xavier-demo-"))
         self.log = self.folder / "xinference.log"
@@ -149,16 +151,10 @@ class Server:
         for found in stubborn:
             _kill(found)
         psutil.wait_procs(stubborn, timeout=KILL_S)
+        if self._keep_logs is not None and self.log.exists():
+            self._keep_logs.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.log, self._keep_logs)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def keep_logs(self, target: Path) -> None:
-        """Copy the server's output, and Xinference's own logs, into the folder ``target``."""
-        target.mkdir(parents=True, exist_ok=True)
-        if self.log.exists():
-            shutil.copy(self.log, target)
-        logs = self.folder / "home" / "logs"
-        if logs.is_dir():
-            shutil.copytree(logs, target / "xinference", dirs_exist_ok=True)
 
     def tail(self, lines: int = 25) -> str:
         """Return the end of the server's output."""

@@ -10,6 +10,7 @@ All methods run on the engine's thread.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from xinference_xavier.control.runtime import ControlRuntime, Reservation
+from xinference_xavier.control.runtime import ControlRuntime, MemberInfo, Reservation
 from xinference_xavier.store.index import SnapshotIndex, StoreClosed
 from xinference_xavier.store.jobs import (
     OWN_STORE,
@@ -32,6 +33,8 @@ from xinference_xavier.transport.base import WorkerHandle
 from xinference_xavier.vllm.counters import Counters
 from xinference_xavier.vllm.lookup import Lookups, Promise, Run
 from xinference_xavier.vllm.pace import Pace
+
+logger = logging.getLogger(__name__)
 
 MOST_LOADS: Final = 16
 """Loads under way at a time."""
@@ -136,6 +139,10 @@ class Loads:
         """Return what was loaded, by member name; any thread."""
         return {name: source.to_dict() for name, source in list(self._sources.items())}
 
+    def request_ids(self) -> set[str]:
+        """Return the requests whose loads are under way."""
+        return {load.request_id for load in self._loads.values()}
+
     def room(self) -> bool:
         """Whether another load may start now (R14)."""
         return len(self._loads) < MOST_LOADS and self._blocks_in_flight < self._most_blocks
@@ -186,8 +193,8 @@ class Loads:
         peers: dict[int, tuple[WorkerHandle, ...]] = {}
         for job in jobs:
             for segment in job.segments:
-                info = self._control.member_info(segment.member)
-                if segment.member != OWN_STORE and info is not None:
+                info = self._info(segment.member)
+                if info is not None:
                     peers[segment.member] = info.workers
         return jobs, peers
 
@@ -199,8 +206,14 @@ class Loads:
             if load is None:
                 self._counters.errors["unknown load job"] += 1
                 continue
-            self._note(load, result)
             load.ranks_left -= 1
+            try:
+                self._note(load, result)
+            except Exception:
+                # Fail open: leases and counts hang on the end of this load, whatever was reported.
+                self._counters.errors["load report"] += 1
+                logger.exception("Xavier could not read the report of load %d", result.job_id)
+                load.failed.update(range(len(load.block_ids)))
             if load.ranks_left == 0:
                 del self._loads[result.job_id]
                 ended.append(self._end(load))
@@ -208,17 +221,32 @@ class Loads:
 
     def _hold(self, run: Run) -> None:
         """Keep a run's lease from now to the end of the load."""
-        if isinstance(run.hold, Reservation):
-            self._control.hold(run.hold)
-            return
         try:
-            self._index.renew(
-                run.hold.lease_id,
-                now=self._clock(),
-                duration=self._timeout_s + OVERTIME_S,
-            )
+            if isinstance(run.hold, Reservation):
+                self._control.hold(run.hold)
+            else:
+                self._index.renew(
+                    run.hold.lease_id,
+                    now=self._clock(),
+                    duration=self._timeout_s + OVERTIME_S,
+                )
         except StoreClosed:
             return
+        except Exception:
+            # Fail open: vLLM waits for this load. If the lease runs out, generations tell.
+            self._counters.errors["hold"] += 1
+            logger.exception("Xavier could not hold a lease of member %d", run.member)
+
+    def _info(self, member: int) -> MemberInfo | None:
+        if member == OWN_STORE:
+            return None
+        try:
+            return self._control.member_info(member)
+        except Exception:
+            # Fail open: vLLM waits for the load, whose rows the worker now reports as failed.
+            self._counters.errors["member info"] += 1
+            logger.exception("Xavier does not know how to reach member %d", member)
+            return None
 
     def _note(self, load: _Load, result: LoadResult) -> None:
         offset = 0
@@ -246,7 +274,7 @@ class Loads:
             self._control.report_load(member, segment.reason is None, segment.reason)
 
     def _source(self, member: int, transport: str) -> Source:
-        info = self._control.member_info(member) if member != OWN_STORE else None
+        info = self._info(member)
         name = "own" if member == OWN_STORE else info.name if info else f"member {member}"
         source = self._sources.setdefault(name, Source(transport))
         if transport != "none":

@@ -13,6 +13,7 @@ All methods run on the engine's thread; none waits for a lock, an RPC or a copy.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,8 @@ from xinference_xavier.store.jobs import OWN_STORE
 from xinference_xavier.vllm.compat import Blocks
 from xinference_xavier.vllm.counters import Counters
 from xinference_xavier.vllm.pace import Pace
+
+logger = logging.getLogger(__name__)
 
 PROMISE_S: Final = 2.0
 """Life of a lease on blocks that vLLM has not allocated space for; such leases are not renewed."""
@@ -200,13 +203,17 @@ class Lookups:
 
     def release(self, run: Run) -> None:
         """End a run's lease, whatever its state; never raises."""
-        if isinstance(run.hold, Reservation):
-            self._control.release(run.hold)
-            return
         try:
-            self._index.release(run.hold.lease_id)
+            if isinstance(run.hold, Reservation):
+                self._control.release(run.hold)
+            else:
+                self._index.release(run.hold.lease_id)
         except StoreClosed:
             return
+        except Exception:
+            # Fail open: a lease that is not given back runs out, and others wait to be released.
+            self._counters.errors["release"] += 1
+            logger.exception("Xavier could not release a lease of member %d", run.member)
 
     def _miss(self, request_id: str, reason: str) -> int:
         self._missed[request_id] = reason
@@ -246,7 +253,7 @@ class Lookups:
     def _plan(self, request: WaitingRequest, start: int) -> Promise | None:
         """Lease and reserve what follows block ``start``; None when nobody has that block.
 
-        Raises :class:`_IndexBusy`, holding nothing.
+        Raises :class:`_IndexBusy`; holds nothing after any exception.
         """
         keys = request.block_hashes
         request_id = request.request_id
@@ -263,7 +270,7 @@ class Lookups:
                     break
                 promise.runs.append(run)
                 position += run.wanted
-        except _IndexBusy:
+        except Exception:
             self.drop(request_id)
             raise
         if promise.runs:

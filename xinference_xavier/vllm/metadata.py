@@ -23,12 +23,14 @@ from xinference_xavier.transport.base import WorkerHandle
 class ConnectorMeta(KVConnectorMetadata):
     """One step's orders to every worker.
 
-    ``peers`` holds, for each member that a load reads from, its workers' handles by rank.
+    ``peers`` holds, for each member that a load reads from, its workers' handles by rank. A
+    ``step`` that is not 0 is to be reported back: the scheduler side measures its duration.
     """
 
     stores: list[StoreJob] = field(default_factory=list)
     loads: list[LoadJob] = field(default_factory=list)
     peers: dict[int, tuple[WorkerHandle, ...]] = field(default_factory=dict)
+    step: int = 0
 
 
 @dataclass(slots=True)
@@ -39,6 +41,8 @@ class WorkerMeta(KVConnectorWorkerMetadata):
     loads: list[LoadResult] = field(default_factory=list)
     quarantined: int = 0
     """Staging slots, over all ranks, into which a timed-out transfer may still write."""
+    step: int = 0
+    """The step that this report ends, if its metadata asked for that."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMeta:
         """Join the reports of two ranks."""
@@ -48,6 +52,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
             self.stores + other.stores,
             self.loads + other.loads,
             self.quarantined + other.quarantined,
+            max(self.step, other.step),
         )
 
 

@@ -11,6 +11,7 @@ All methods run on the engine's thread.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from xinference_xavier.store.index import Admission, SnapshotIndex, StoreClosed
 from xinference_xavier.store.jobs import StoreJob, StoreResult
 from xinference_xavier.vllm.compat import Blocks
 from xinference_xavier.vllm.counters import Counters
+
+logger = logging.getLogger(__name__)
 
 BATCH: Final = 256
 """Blocks per admission: bounds how long the index's lock is held."""
@@ -90,14 +93,13 @@ class Saves:
         self._tracked: dict[str, _Tracked] = {}
         self._jobs: dict[int, _Job] = {}
         self._offered_again: list[_Candidate] = []
-        self._done: list[tuple[int, _Job]] = []
         self._pinned = 0
         self._most_pins = blocks.total // PIN_SHARE
 
     @property
     def pending(self) -> bool:
         """Whether a vLLM block is pinned; ends by local copies, so it is bounded."""
-        return self._pinned > 0 or bool(self._done)
+        return self._pinned > 0
 
     @property
     def pinned(self) -> int:
@@ -107,7 +109,7 @@ class Saves:
     @property
     def jobs(self) -> int:
         """How many jobs the workers have not finished reporting."""
-        return len(self._jobs) + len(self._done)
+        return len(self._jobs)
 
     def admitted(
         self,
@@ -141,6 +143,16 @@ class Saves:
         if lost > 0:
             self._counters.saves_skipped["pins"] += lost
 
+    def forget(self, request_id: str) -> None:
+        """Stop following a request that lost its blocks, until it is admitted again."""
+        self._tracked.pop(request_id, None)
+
+    def abandon(self, reason: str) -> None:
+        """Stop following every request and let go of what no job has yet; jobs go on."""
+        self._tracked.clear()
+        offered, self._offered_again = self._offered_again, []
+        self._drop(offered, reason)
+
     def plan(self, computed: Iterable[tuple[str, int]]) -> list[StoreJob]:
         """Plan the saves of one step.
 
@@ -155,11 +167,20 @@ class Saves:
             # The one line that runs per request and step when there is nothing to save.
             if tracked.next_block < tokens // self._block_tokens:
                 candidates.extend(self._take(tracked, tokens))
-        return [
-            job
-            for first in range(0, len(candidates), BATCH)
-            if (job := self._admit(candidates[first : first + BATCH])) is not None
-        ]
+        jobs = []
+        for first in range(0, len(candidates), BATCH):
+            batch = candidates[first : first + BATCH]
+            try:
+                job = self._admit(batch)
+            except Exception:
+                # Fail open: the pins must go, and the jobs of other batches must be shipped.
+                self._counters.errors["admit"] += 1
+                logger.exception("Xavier could not place %d blocks; they are not saved", len(batch))
+                self._drop(batch, "error")
+                continue
+            if job is not None:
+                jobs.append(job)
+        return jobs
 
     def completed(self, results: Iterable[StoreResult]) -> None:
         """Take the ranks' reports; publish each job that every rank has reported."""
@@ -176,8 +197,7 @@ class Saves:
             if job.ranks_left == 0:
                 del self._jobs[result.job_id]
                 self._unpin(job.block_ids)
-                self._done.append((result.job_id, job))
-        self._commit()
+                self._commit(result.job_id, job)
 
     def invalidated(self, block_ids: Collection[int]) -> None:
         """Drop the pending saves of every request with a block that failed to load."""
@@ -194,8 +214,7 @@ class Saves:
             )
         dropped = [item for item in self._offered_again if item.request_id in hit]
         self._offered_again = [item for item in self._offered_again if item.request_id not in hit]
-        self._unpin([item.block_id for item in dropped])
-        self._counters.saves_skipped["invalid prefix"] += len(dropped)
+        self._drop(dropped, "invalid prefix")
 
     def _last_full(self, tracked: _Tracked, tokens: int) -> int:
         """Return the end of the blocks that are full of ``tokens`` and known by hash."""
@@ -234,23 +253,27 @@ class Saves:
         self._blocks.unpin(block_ids)
         self._pinned -= len(block_ids)
 
+    def _drop(self, candidates: Sequence[_Candidate], reason: str) -> None:
+        if candidates:
+            self._unpin([item.block_id for item in candidates])
+            self._counters.saves_skipped[reason] += len(candidates)
+
     def _admit(self, candidates: list[_Candidate]) -> StoreJob | None:
         try:
             admission = self._index.admit(
                 [(item.key, item.block_id) for item in candidates], wait=False
             )
         except StoreClosed:
-            self._unpin([item.block_id for item in candidates])
-            self._counters.saves_skipped["closed"] += len(candidates)
+            self._drop(candidates, "closed")
             return None
         if admission is None:
             self._offered_again.extend(candidates)
             return None
         for reason, count in admission.skipped.items():
             self._counters.saves_skipped[reason] += count
-        if admission.removed:
-            self._publish((), admission.removed)
-        return self._start(admission, candidates)
+        job = self._start(admission, candidates)
+        self._announce((), admission.removed)
+        return job
 
     def _start(self, admission: Admission, candidates: list[_Candidate]) -> StoreJob | None:
         requests = {item.block_id: item.request_id for item in candidates}
@@ -274,18 +297,30 @@ class Saves:
             np.array(admission.stores, dtype=np.int64).reshape(-1, 5),
         )
 
-    def _commit(self) -> None:
-        """Publish what is done; what the busy index refuses now is tried again next step."""
-        done, self._done = self._done, []
-        for job_id, job in done:
-            try:
-                changes = self._index.commit(
-                    job_id,
-                    failed_demotions=job.failed_demotions,
-                    failed_stores=job.failed_stores,
-                )
-            except StoreClosed:
-                continue
-            self._counters.saved_blocks += len(changes.added)
-            if changes.added or changes.removed:
-                self._publish(changes.added, changes.removed)
+    def _commit(self, job_id: int, job: _Job) -> None:
+        """Let readers see what a job achieved on every rank."""
+        try:
+            changes = self._index.commit(
+                job_id,
+                failed_demotions=job.failed_demotions,
+                failed_stores=job.failed_stores,
+            )
+        except StoreClosed:
+            return
+        except Exception:
+            # Fail open: other jobs of the same report must still be committed.
+            self._counters.errors["commit"] += 1
+            logger.exception("Xavier could not commit store job %d", job_id)
+            return
+        self._counters.saved_blocks += len(changes.added)
+        self._announce(changes.added, changes.removed)
+
+    def _announce(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        if not added and not removed:
+            return
+        try:
+            self._publish(added, removed)
+        except Exception:
+            # Fail open: the directory is a hint, the index above is what counts.
+            self._counters.errors["publish"] += 1
+            logger.exception("Xavier could not tell the directory of %d blocks", len(added))

