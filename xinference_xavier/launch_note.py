@@ -6,13 +6,20 @@ root cause above". So the launcher opens a *note*, an anonymous file that its ch
 through an environment variable, and a connector that refuses to start writes its reason there.
 The note has no name in any file system and ends with the launcher's process (R13).
 
-Plain vLLM has no such launcher: without the variable a reason is only raised, as it was.
+The engine must end with that process too, even with one that was killed: vLLM's engine process
+does not notice, and would go on as a member of the group beside the replica that takes its place.
+
+Plain vLLM has no such launcher: without the variable a reason is only raised, as it was, and
+nothing is watched.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
@@ -22,6 +29,9 @@ ENVIRONMENT: Final = "XINFERENCE_XAVIER_LAUNCH_NOTE"
 
 LONGEST: Final = 4096
 """Most bytes of a note that are read."""
+
+END_AFTER_S: Final = 10.0
+"""How long an engine that lost its launcher may take to end by itself, in seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -71,3 +81,38 @@ def reported() -> Iterator[None]:
     except Exception as error:
         write_reason(str(error) or type(error).__name__)
         raise
+
+
+def end_with_launcher() -> threading.Thread | None:
+    """End this process soon after its launcher's, however that one ends. Any thread.
+
+    Returns the watching thread, or None without a launcher: then nothing is watched. For the
+    engine's process, whose own children end with it.
+    """
+    path = os.environ.get(ENVIRONMENT, "")
+    parts = path.split("/")
+    if parts[:2] != ["", "proc"] or not parts[2].isdecimal() or int(parts[2]) == os.getpid():
+        return None
+    launcher = int(parts[2])
+    try:
+        process = os.pidfd_open(launcher)
+        # The number may be somebody else's by now; the note is not.
+        os.stat(path)
+    except OSError as error:
+        logger.warning("cannot watch the launcher, process %d: %s", launcher, error)
+        return None
+    watcher = threading.Thread(
+        target=_end_after, args=(launcher, process), name="xavier-launcher", daemon=True
+    )
+    watcher.start()
+    return watcher
+
+
+def _end_after(launcher: int, process: int) -> None:
+    end = select.poll()
+    end.register(process, select.POLLIN)
+    end.poll()
+    logger.warning("The launcher, process %d, has ended; so does this engine", launcher)
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(END_AFTER_S)
+    os.kill(os.getpid(), signal.SIGKILL)

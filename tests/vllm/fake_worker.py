@@ -38,6 +38,9 @@ SLOT_BYTES = 4096
 Content = tuple[int, ...]
 """KV values of one block, one per token."""
 
+GARBAGE: Content = (7,) * BLOCK
+"""What a failed copy leaves behind."""
+
 
 def value(before: int, token: int) -> int:
     """KV value of a token after a prefix whose values add up to ``before``."""
@@ -97,6 +100,10 @@ class Arenas:
         self.slots[tier, slot] = (generation, content)
 
 
+def no_store_fault(job: StoreJob) -> tuple[set[int], set[int]]:
+    return set(), set()
+
+
 @dataclass
 class _Running:
     tokens: list[int]
@@ -106,23 +113,37 @@ class _Running:
 LoadFault = Callable[[LoadJob, int], str | None]
 """Takes a load and one of its rows (counted over all segments); returns why the row fails."""
 
-StoreFault = Callable[[StoreJob], StoreResult | None]
-"""Returns the result that a store job gets instead of being run."""
+StoreFault = Callable[[StoreJob], tuple[set[int], set[int]]]
+"""Returns the rows of demotions and of stores that fail."""
 
 
 class FakeWorker:
-    """One rank. Copies run at once, or, while held, when the test says so."""
+    """One rank. Copies run at once, or, while held, when the test says so.
+
+    With two ``ranks`` the second one copies like the first, but reports its stores one step later
+    and may fail rows of its own.
+    """
 
     def __init__(
-        self, name: str, *, blocks: int, device_slots: int, host_slots: int, registry: Registry
+        self,
+        name: str,
+        *,
+        blocks: int,
+        device_slots: int,
+        host_slots: int,
+        ranks: int,
+        registry: Registry,
     ) -> None:
+        self.ranks = ranks
+        self.second_rank_fails: set[int] = set()
+        self._second_rank: list[StoreResult] = []
         self.name = name
         self.arenas = Arenas()
         self.kv: list[list[int]] = [[-1 - number] * BLOCK for number in range(blocks)]
         self.hold_loads = False
         self.hold_stores = False
         self.load_fault: LoadFault = lambda job, row: None
-        self.store_fault: StoreFault = lambda job: None
+        self.store_fault: StoreFault = no_store_fault
         self.loads: list[tuple[LoadJob, dict[int, tuple[WorkerHandle, ...]]]] = []
         self.stores: list[StoreJob] = []
         self.loads_seen: list[LoadJob] = []
@@ -144,13 +165,13 @@ class FakeWorker:
         registry[name] = self.arenas
 
     @property
-    def handle(self) -> WorkerHandle:
-        return WorkerHandle(rank=0, host_id=self.name, layout_digest="fake", arenas={})
+    def handshakes(self) -> dict[tuple[int, int], Handshake]:
+        return {(0, rank): self._handshake(rank) for rank in range(self.ranks)}
 
-    @property
-    def handshake(self) -> Handshake:
+    def _handshake(self, rank: int) -> Handshake:
+        handle = WorkerHandle(rank=rank, host_id=self.name, layout_digest="fake", arenas={})
         return Handshake(
-            worker=self.handle,
+            worker=handle,
             device="cpu",
             device_slots=self._slots[0],
             host_slots=self._slots[1],
@@ -270,7 +291,7 @@ class FakeWorker:
                     result.nbytes += SLOT_BYTES
                 else:
                     # A failed load may have written anything.
-                    self.kv[block_id] = [7] * BLOCK
+                    self.kv[block_id] = list(GARBAGE)
                     result.failed_rows.add(row)
                     result.reason = reason
                     self._invalid.add(block_id)
@@ -283,18 +304,31 @@ class FakeWorker:
         """Run the stores that wait, in order."""
         waiting, self.stores = self.stores, []
         for job in waiting:
-            self._stored.append(self.store_fault(job) or self._run_store(job))
+            self._stored.append(self._run_store(job, *self.store_fault(job)))
 
-    def _run_store(self, job: StoreJob) -> StoreResult:
-        for device, host, generation in job.demotions.tolist():
+    def _run_store(
+        self, job: StoreJob, failed_demotions: set[int], failed_stores: set[int]
+    ) -> StoreResult:
+        result = StoreResult(job.job_id, set(failed_demotions), set(failed_stores))
+        for row, (device, host, generation) in enumerate(job.demotions.tolist()):
             self._in_range(Tier.DEVICE, device)
             self._in_range(Tier.HOST, host)
             content = self.arenas.read(Tier.DEVICE, device)[1]
+            if row in failed_demotions:
+                generation, content = 0, GARBAGE
             self.arenas.write(Tier.HOST, host, generation, content)
-        for block_id, tier, slot, generation, _ in job.stores.tolist():
+        for row, (block_id, tier, slot, generation, after) in enumerate(job.stores.tolist()):
             self._in_range(tier, slot)
-            self.arenas.write(tier, slot, generation, tuple(self.kv[block_id]))
-        return StoreResult(job.job_id)
+            if after in failed_demotions:
+                # Not run: the slot still holds the block that could not be demoted.
+                result.failed_stores.add(row)
+            elif row in failed_stores:
+                self.arenas.write(tier, slot, 0, GARBAGE)
+            else:
+                self.arenas.write(tier, slot, generation, tuple(self.kv[block_id]))
+        if result.failed_demotions or result.failed_stores:
+            result.reason = "broken"
+        return result
 
     def _in_range(self, tier: int, slot: int) -> None:
         if not 0 <= slot < self._slots[tier]:
@@ -310,6 +344,10 @@ class FakeWorker:
         if invalid:
             self.invalid_reported.append(invalid)
         meta = WorkerMeta(stored, loaded, step=step).aggregate(extra)
+        if self.ranks == 2:
+            meta = meta.aggregate(WorkerMeta(self._second_rank, list(loaded)))
+            fails = self.second_rank_fails
+            self._second_rank = [StoreResult(r.job_id, set(), set(fails)) for r in stored]
         return KVConnectorOutput(
             finished_recving=finished or None,
             invalid_block_ids=invalid,

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import Make
+from fake_worker import no_store_fault
 from vllm_harness import Engine, keys_of, prompt_of, share
 
-from xinference_xavier.store.jobs import StoreJob, StoreResult
+from xinference_xavier.store.jobs import StoreJob
 
 PROMPT = prompt_of(1, 100)
 
@@ -110,10 +111,9 @@ def test_a_preempted_request_resumes_from_the_store(engine: Engine) -> None:
 
 
 def test_a_failed_store_is_never_visible(engine: Engine) -> None:
-    def fail_second(job: StoreJob) -> StoreResult:
-        engine.worker.store_fault = lambda job: None
-        engine.worker._run_store(job)
-        return StoreResult(job.job_id, failed_stores={1}, reason="broken")
+    def fail_second(job: StoreJob) -> tuple[set[int], set[int]]:
+        engine.worker.store_fault = no_store_fault
+        return set(), {1}
 
     engine.worker.store_fault = fail_second
     engine.ask(PROMPT)
@@ -129,13 +129,8 @@ def test_a_failed_store_is_never_visible(engine: Engine) -> None:
 def test_a_failed_demotion_keeps_the_old_block(make: Make) -> None:
     engine = make(device_slots=2, host_slots=8)
 
-    def fail_demotions(job: StoreJob) -> StoreResult | None:
-        failed = {row for row, store in enumerate(job.stores.tolist()) if store[4] >= 0}
-        everything = set(range(len(job.demotions)))
-        return StoreResult(job.job_id, everything, failed, "broken") if everything else None
-
     engine.ask(prompt_of(1, 40))
-    engine.worker.store_fault = fail_demotions
+    engine.worker.store_fault = lambda job: (set(range(len(job.demotions))), set())
     engine.ask(prompt_of(2, 40))
     assert engine.control.published == set(keys_of(prompt_of(1, 40)))
     engine.check_all()
@@ -150,6 +145,30 @@ def test_saves_of_a_request_whose_prefix_is_invalid_are_dropped(engine: Engine) 
     engine.worker.hold_stores = False
     engine.run()
     assert not set(keys_of(PROMPT)) & engine.control.published
+    engine.check_all()
+
+
+def test_a_block_counts_when_every_rank_has_it(make: Make) -> None:
+    engine = make(ranks=2)
+    request_id = engine.add(PROMPT)
+    engine.until(lambda: engine.worker._second_rank)
+    assert not engine.control.published
+    engine.run()
+    assert request_id in engine.reasons
+    assert engine.control.published == set(keys_of(PROMPT))
+    engine.forget_local()
+    engine.ask(PROMPT)
+    assert engine.traffic["loads"] == 1
+    assert engine.loaded_tokens == 96
+    engine.check_all()
+
+
+def test_a_block_that_one_rank_failed_to_copy_is_dropped(make: Make) -> None:
+    engine = make(ranks=2)
+    engine.worker.second_rank_fails = {0}
+    engine.add(PROMPT, 1)
+    engine.run()
+    assert engine.control.published == set(keys_of(PROMPT)[1:])
     engine.check_all()
 
 

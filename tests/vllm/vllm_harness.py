@@ -78,6 +78,7 @@ class Engine:
         directory: str | None = None,
         registry: Registry | None = None,
         late_forward: bool = False,
+        ranks: int = 1,
         max_tokens_per_step: int | None = None,
     ) -> None:
         self.registry: Registry = {} if registry is None else registry
@@ -88,6 +89,7 @@ class Engine:
             blocks=blocks,
             device_slots=device_slots,
             host_slots=host_slots,
+            ranks=ranks,
             registry=self.registry,
         )
         self.requests: dict[str, Request] = {}
@@ -118,9 +120,7 @@ class Engine:
                 log_stats=True,
             )
             if connector:
-                self.connector.set_xfer_handshake_metadata_pp_aware(
-                    {(0, 0): self.worker.handshake}
-                )
+                self.connector.set_xfer_handshake_metadata_pp_aware(self.worker.handshakes)
 
     @contextmanager
     def _observed(self, real_control: bool) -> Iterator[None]:
@@ -230,10 +230,14 @@ class Engine:
                     self.reasons[item.request_id] = str(item.finish_reason)
 
     def preempt(self, request_id: str) -> None:
-        """Do what vLLM does when it is short of blocks, to a request of the test's choice."""
+        """Do to one request what ``reset_prefix_cache(reset_running_requests=True)`` does to all.
+
+        Preemption for want of blocks needs no help: tests give the engine few blocks.
+        """
         request = self.requests[request_id]
         self.scheduler.running.remove(request)
-        self.scheduler._preempt_request(request, 0.0)
+        self.scheduler._preempt_request(request, 0.0, drop_stale_output=True)
+        self.scheduler.prev_step_scheduled_req_ids.discard(request_id)
 
     def steps(self, count: int) -> None:
         for _ in range(count):

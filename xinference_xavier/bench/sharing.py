@@ -17,6 +17,11 @@ with less than eight steps' worth it would skip saves, and look faster than it i
 ELEMENT_BYTES: Final = 4
 """The engines compute in float32: some CPUs only emulate bfloat16, at a quarter of the speed."""
 
+SETTLE_S: Final = 60.0
+
+BUSY: Final = ("pinned_blocks", "store_jobs", "load_jobs")
+"""Fields of a replica's status that are zero when nothing is copied."""
+
 
 def make_engine(
     name: str,
@@ -49,16 +54,25 @@ def settle(directory: str, members: int) -> dict[str, dict[str, Any]]:
     """Wait until every copy into the stores has ended; return the members' statuses.
 
     Without it, what one request left to do would be measured with the next one, of another arm.
+    Raises TimeoutError when it takes too long, RuntimeError when the connector of one has failed:
+    the engine then goes on without it, and there is nothing to measure.
     """
     found: dict[str, dict[str, Any]] = {}
+    busy: dict[str, dict[str, int]] = {}
 
     def idle() -> bool:
-        nonlocal found
+        nonlocal found, busy
         found = describe(directory)
-        return len(found) == members and not any(
-            status["pinned_blocks"] or status["store_jobs"] or status["load_jobs"]
-            for status in found.values()
-        )
+        busy = {name: {key: status[key] for key in BUSY} for name, status in found.items()}
+        failed = any(status["hook_failures"] for status in found.values())
+        quiet = not any(any(values.values()) for values in busy.values())
+        return failed or (len(found) == members and quiet)
 
-    wait_until(idle, f"{members} replicas in the directory, none of them copying")
+    try:
+        wait_until(idle, f"{members} idle replicas in the directory", SETTLE_S)
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}; found: {busy}") from None
+    failures = {name: status["hook_failures"] for name, status in found.items()}
+    if any(failures.values()):
+        raise RuntimeError(f"hooks of the connector failed: {failures}")
     return found

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -94,6 +95,7 @@ def at_least(interval: Interval, limit: float) -> Verdict:
     return Verdict.MISSED if interval.high < limit else Verdict.NOT_RESOLVED
 
 
+@functools.cache
 def student_quantile(freedom: int, within: float) -> float:
     """Return the t within whose two-sided range a share ``within`` of Student's t lies.
 

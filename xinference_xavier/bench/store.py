@@ -64,7 +64,6 @@ class Settings:
     rounds: int = 12
     batch: int = 128
     arena_bytes: int = 256 << 20
-    replay_blocks: int = REPLAY_BLOCKS
 
 
 class _Bench:
@@ -167,7 +166,7 @@ def run(settings: Settings, report: Report) -> dict[str, Any]:
                     cells.append(_cell(history, leased, rounds[1:]))
                     step.done()
         report.say("replaying the reference history")
-        replays = [_replay(bench, name, settings.replay_blocks) for name in REPLAY_DEVICE]
+        replays = [_replay(bench, name) for name in REPLAY_DEVICE]
         return _result(cells, replays, reason)
     finally:
         bench.close()
@@ -250,9 +249,9 @@ def _us(seconds: Sequence[float]) -> float:
     return percentile(seconds, 0.5) * 1e6
 
 
-def _replay(bench: _Bench, budget: str, blocks: int) -> dict[str, Any]:
+def _replay(bench: _Bench, budget: str) -> dict[str, Any]:
     """Stage the reference run's blocks into a store of that budget, with all copies."""
-    device = REPLAY_DEVICE[budget]
+    device, blocks = REPLAY_DEVICE[budget], REPLAY_BLOCKS
     # The reference run batched by request; no batch may be larger than the smaller device tier.
     batch = min(bench.batch, device)
     index = SnapshotIndex(device_slots=device, host_slots=blocks + batch, spare_slots=batch)

@@ -5,12 +5,14 @@ Two figures per transport. The *transfer* is the transport's own part: for share
 from the mapping into KV blocks with all of a load's checks, for NIXL and xoscar the read into
 staging slots. The *load* is all that a worker does for a segment of a request, up to the bytes in
 KV blocks. The floor is one plain memory copy of the same bytes, and for NIXL a bare READ of the
-same slots; floor and transfer alternate. Every round moves on through the source's arena, so that
-its bytes are in no CPU cache.
+same slots; floor and transfer alternate. Every copy moves on through arenas far larger than the
+CPU's caches, on both sides. Only staging slots are used again and again, as in a worker, by the
+bare READ too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,11 +61,11 @@ class _Reader:
         """Raises :class:`TransportUnavailable`."""
         self._offer = offer
         self._blocks = cache.layout.num_blocks
-        self._staging = range(arena.slots - min(MOST_STAGING, arena.slots), arena.slots)
+        self.staging = range(arena.slots - min(MOST_STAGING, arena.slots), arena.slots)
         self._transports = Transports.start(
             choice=transport,
             arenas={Tier.HOST: arena},
-            staging=self._staging,
+            staging=self.staging,
             host=HOST,
             layout_digest=cache.layout.digest(),
         )
@@ -72,7 +74,7 @@ class _Reader:
             arenas={Tier.HOST: arena},
             device=cache.device,
             verify="off",
-            staging=self._staging,
+            staging=self.staging,
             transports=self._transports,
         )
         self._connection: Connection | None = None
@@ -112,11 +114,11 @@ class _Reader:
         if self._connection is None:
             raise RuntimeError("the reader is closed")
         started = time.perf_counter()
-        for at in range(0, count, len(self._staging)):
-            n = min(len(self._staging), count - at)
+        for at in range(0, count, len(self.staging)):
+            n = min(len(self.staging), count - at)
             slots = range(first + at, first + at + n)
             deadline = time.monotonic() + LIMIT_S
-            self._connection.fetch(Tier.HOST, slots, self._staging[:n], deadline=deadline)
+            self._connection.fetch(Tier.HOST, slots, self.staging[:n], deadline=deadline)
         return time.perf_counter() - started
 
     def close(self) -> None:
@@ -129,28 +131,30 @@ class _Reader:
 
 
 class _RawNixl:
-    """A bare agent that reads the source's slots into our arena."""
+    """A bare agent that reads the source's slots into our staging slots."""
 
-    def __init__(self, raw: Raw, target: torch.Tensor) -> None:
+    def __init__(self, raw: Raw, target: torch.Tensor, staging: range) -> None:
         self._agent = Agent("bench-reader")
         region = Region.of(target)
         self._agent.register(region)
         peer = self._agent.add_peer(raw.metadata)
         self._local = self._agent.prepare(None, region, BLOCK_BYTES)
         self._remote = self._agent.prepare(peer, raw.region, BLOCK_BYTES)
+        self._staging = np.array(staging, dtype=np.int32)
 
     def read(self, first: int, count: int) -> float:
-        """Read slots; return the seconds, with the making of the transfer."""
-        ours = np.arange(count, dtype=np.int32)
+        """Read slots, in as many pieces as :meth:`_Reader.fetch`; return the seconds."""
         started = time.perf_counter()
-        transfer = self._agent.read(self._local, ours, self._remote, ours + np.int32(first))
-        state = transfer.post()
-        while state is State.RUNNING:
-            state = transfer.poll()
-        seconds = time.perf_counter() - started
-        if state is not State.DONE:
-            raise RuntimeError(f"the raw READ failed: {transfer.error}")
-        return seconds
+        for at in range(0, count, len(self._staging)):
+            ours = self._staging[: count - at]
+            theirs = np.arange(first + at, first + at + len(ours), dtype=np.int32)
+            transfer = self._agent.read(self._local, ours, self._remote, theirs)
+            state = transfer.post()
+            while state is State.RUNNING:
+                state = transfer.poll()
+            if state is not State.DONE:
+                raise RuntimeError(f"the raw READ failed: {transfer.error}")
+        return time.perf_counter() - started
 
     def close(self) -> None:
         """Destroy the agent."""
@@ -165,7 +169,7 @@ def run(settings: Settings, report: Report) -> dict[str, Any]:
         raise ValueError(f"arenas of {settings.arena_bytes} bytes hold only {slots} blocks")
     report.say("allocating")
     cache = Cache.make(slots)
-    arena = filled_arena(max(counts), "reader")
+    arena = filled_arena(slots, "reader")
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     try:
@@ -194,31 +198,30 @@ def _transport(
     arena: Arena,
     report: Report,
 ) -> list[dict[str, Any]]:
-    reader = _Reader(offer, cache, arena, name)
-    raw = _RawNixl(offer.raw, arena.data) if name == "nixl" and offer.raw else None
-    mapped = MappedArena.open(offer.handle.arenas[Tier.HOST])
-    source, target = mapped.data.numpy(), arena.data.numpy()
-    # The first access to a page of a mapping is a fault, which is no part of a memory copy.
-    source.reshape(-1)[::PAGE].max()
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(contextlib.closing(_Reader(offer, cache, arena, name)))
+        raw = None
+        if name == "nixl" and offer.raw is not None:
+            bare = _RawNixl(offer.raw, arena.data, reader.staging)
+            raw = stack.enter_context(contextlib.closing(bare))
+        handle = offer.handle.arenas[Tier.HOST]
+        mapped = stack.enter_context(contextlib.closing(MappedArena.open(handle)))
+        source, target = mapped.data.numpy(), arena.data.numpy()
+        # The first access to a page of a mapping is a fault, which is no part of a memory copy.
+        source.reshape(-1)[::PAGE].max()
 
-    def memcpy(first: int, count: int) -> float:
-        return seconds_of_run_copy(target, 0, source, first, count)
+        def memcpy(first: int, count: int) -> float:
+            return seconds_of_run_copy(target, first, source, first, count)
 
-    transfer = reader.load if name == "shm" else reader.fetch
-    try:
+        transfer = reader.load if name == "shm" else reader.fetch
         rows = []
-        with report.steps(name, len(counts)) as step:
-            for count in counts:
-                rows.append(
-                    _row(settings, name, count, len(source), memcpy, raw, transfer, reader.load)
-                )
-                step.done()
+        step = stack.enter_context(report.steps(name, len(counts)))
+        for count in counts:
+            rows.append(
+                _row(settings, name, count, len(source), memcpy, raw, transfer, reader.load)
+            )
+            step.done()
         return rows
-    finally:
-        mapped.close()
-        if raw is not None:
-            raw.close()
-        reader.close()
 
 
 Move = Callable[[int, int], float]

@@ -208,7 +208,10 @@ def _hit_problems(what: str, hit: Served, *, source: str) -> list[str]:
     if wrong:
         problems.append(f"the {what} came from elsewhere too: {wrong}")
     if hit.loaded_tokens < LEAST_TOKENS:
-        problems.append(f"only {hit.loaded_tokens} tokens of the {what} were loaded")
+        problems.append(
+            f"only {hit.loaded_tokens} tokens of the {what} were loaded (one reader may lease a "
+            "quarter of a tier)"
+        )
     if hit.load_failures:
         problems.append(f"loads of the {what} failed: {hit.load_failures}")
     return problems

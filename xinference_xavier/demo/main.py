@@ -47,14 +47,14 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 )
 @click.option(
     "--gpu-cache-bytes",
-    default="128MiB",
+    default="320MiB",
     show_default=True,
     metavar="SIZE",
-    help="Device tier of each replica; must be too small for three documents.",
+    help="Device tier of each replica: for more than four documents, for less than all.",
 )
 @click.option(
     "--cpu-cache-bytes",
-    default="512MiB",
+    default="384MiB",
     show_default=True,
     metavar="SIZE",
     help="CPU tier of each replica.",
@@ -139,7 +139,9 @@ def _steps(console: Console) -> story.Step:
     def step(title: str) -> Iterator[None]:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         started = time.monotonic()
-        with Progress(*columns, console=console, transient=True) as progress:
+        with Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        ) as progress:
             progress.add_task(title, total=None)
             yield
         console.print(Text(f"{time.monotonic() - started:6.1f} s  {title}"))

@@ -137,7 +137,7 @@ class Server:
 
     def stop(self) -> None:
         """End the server as an operator would, kill what does not follow, remove its files."""
-        alive = self.look()
+        self.look()
         process = self._process
         if process is not None and process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -146,11 +146,11 @@ class Server:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        alive += [found for found in self.look() if found not in alive]
-        _, stubborn = psutil.wait_procs(alive, timeout=KILL_S)
-        for found in stubborn:
-            _kill(found)
-        psutil.wait_procs(stubborn, timeout=KILL_S)
+        if self._family is not None:
+            self.look()
+            for found in _wait_gone(self._family, KILL_S):
+                _kill(found)
+            _wait_gone(self._family, KILL_S)
         if self._keep_logs is not None and self.log.exists():
             self._keep_logs.mkdir(parents=True, exist_ok=True)
             shutil.copy(self.log, self._keep_logs)
@@ -183,6 +183,14 @@ class Server:
             raise DemoError(f"GET {path}: HTTP {error.code} {text}") from error
         except (OSError, ValueError) as error:
             raise DemoError(f"GET {path}: {error}") from error
+
+
+def _wait_gone(family: Family, timeout_s: float) -> list[psutil.Process]:
+    """Wait until all processes have ended; return those that have not."""
+    until = time.monotonic() + timeout_s
+    while (alive := family.alive()) and time.monotonic() < until:
+        time.sleep(POLL_S)
+    return alive
 
 
 def _kill(process: psutil.Process) -> None:

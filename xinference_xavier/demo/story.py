@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's course: what is launched, asked and looked at, in this order.
 
-Sizes are chosen so that everything happens with four prefills: vLLM's own cache holds two
-documents, the device tier little more than one, the CPU tier all of them. One replica computes
-the first document (the other loads it), the second one, which demotes the first, and a third one,
-which demotes the second and makes vLLM evict the first.
+One replica, the source, reads two documents. The other one, the reader, is asked about the
+second: a prefix from the source's device tier. Then the source reads more, until its device tier
+overflows, beginning with the first document, and until vLLM's own cache, which is smaller, has
+evicted both. Now the reader is asked about the first document, which it has not seen and the
+source's CPU tier has; and the source about the second one, which its own tiers restore.
+
+So the device tier holds more than four documents: one reader may lease a quarter of it. And vLLM's
+cache holds less than what the source reads after the second one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.resources import files
@@ -40,8 +44,8 @@ CONTROL_UID: Final = "control"
 BLOCK_TOKENS: Final = 16
 BLOCK_BYTES: Final = BLOCK_TOKENS * 30 * 2 * 3 * 64 * 4
 """SmolLM2-135M in float32: 30 layers, K and V, 3 heads of 64."""
-KV_BLOCKS: Final = 340
-"""vLLM's own cache; a document takes about 160."""
+KV_BLOCKS: Final = 300
+"""vLLM's own cache; a document takes about 110, and what is read after them 310."""
 
 ENGINE: Final[Mapping[str, Any]] = {
     "model_name": MODEL_NAME,
@@ -54,7 +58,7 @@ ENGINE: Final[Mapping[str, Any]] = {
     "enable_prefix_caching": True,
     "block_size": BLOCK_TOKENS,
     "kv_cache_memory_bytes": KV_BLOCKS * BLOCK_BYTES,
-    "max_model_len": 4096,
+    "max_model_len": 3072,
     "max_num_seqs": 4,
     # Small steps: blocks are saved step by step, and few of them are pinned at a time.
     "max_num_batched_tokens": 256,
@@ -66,6 +70,9 @@ SECOND: Final = "Name one thing that the text explains."
 THIRD: Final = "Name one place that the text mentions."
 FOURTH: Final = "Name one person that the text mentions."
 """One question each, so that never more than the document is shared."""
+
+LEAST_CHARACTERS: Final = 7400
+"""Whole paragraphs of at least so many characters are a document: 1650 to 1750 tokens."""
 
 Step = Callable[[str], AbstractContextManager[None]]
 """Shows what is done, while it is done."""
@@ -117,19 +124,39 @@ class Control:
     restored: Answer
 
 
-def documents() -> tuple[str, str, str, str]:
-    """Return two documents of 2500 tokens, a third one of their parts, and a short one."""
+@dataclass(frozen=True)
+class Documents:
+    """English prose, no two of which begin alike."""
+
+    first: str
+    second: str
+    more: tuple[str, ...]
+    short: str
+
+
+def documents() -> Documents:
+    """Return two documents, two longer ones of the same texts backwards, and one paragraph."""
     folder = files("xinference_xavier") / "data"
-    first, second = ((folder / f"{name}.txt").read_text() for name in ("lighthouses", "canals"))
-    ends = [text.split("\n\n") for text in (second, first)]
-    third = "\n\n".join(part for text in ends for part in reversed(text[len(text) // 2 :]))
-    return first, second, third, ends[0][1]
+    canals, lighthouses = (
+        (folder / f"{name}.txt").read_text().strip().split("\n\n")
+        for name in ("canals", "lighthouses")
+    )
+    more = ("\n\n".join(reversed(text)) for text in (canals, lighthouses))
+    return Documents(_beginning(canals), _beginning(lighthouses), tuple(more), canals[1])
+
+
+def _beginning(paragraphs: Sequence[str]) -> str:
+    text = ""
+    for paragraph in paragraphs:
+        if len(text) >= LEAST_CHARACTERS:
+            break
+        text += f"{paragraph}\n\n"
+    return text
 
 
 def prompt(document: str, question: str) -> str:
     """Return a question about a document, as this model is asked."""
-    turn = f"{document}\n\n{question}"
-    return f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n"
+    return f"<|im_start|>user\n{document.strip()}\n\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def run(server: Server, settings: Settings, step: Step) -> tuple[list[Part], dict[str, Any]]:
@@ -151,7 +178,9 @@ def run(server: Server, settings: Settings, step: Step) -> tuple[list[Part], dic
     states = replicas.statuses()
     with step("The replicas close their stores and end"):
         client.terminate_model(SHARED_UID)
-        reports = server.replicas(SHARED_UID)["closed"]
+        reports = sorted(
+            server.replicas(SHARED_UID)["closed"], key=lambda report: str(report["replica"])
+        )
         left = [
             f"process {described(process)}"
             for process in server.look()
@@ -224,41 +253,42 @@ def launch(client: RESTfulClient, uid: str, **options: Any) -> None:
 
 def share(replicas: Replicas, step: Step) -> tuple[Seen, list[str]]:
     """Do what the first four parts are about; return it, and the names of the replicas."""
-    first, second, third, short = documents()
+    texts = documents()
     with step("The replicas warm up, and the first block is loaded"):
         source, reader = replicas.wait_for(2)
-        replicas.ask(source, prompt(short, FIRST))
+        replicas.ask(source, prompt(texts.short, FIRST))
         replicas.settle(source, reader)
-        warm_up = replicas.ask(reader, prompt(short, SECOND))
-    with step(f"{source} reads a document of 2500 tokens"):
-        cold = replicas.ask(source, prompt(first, FIRST))
-        replicas.settle(source, reader)
-    with step(f"{reader} is asked about it, twice"):
-        remote = replicas.ask(reader, prompt(first, SECOND))
-        local = replicas.ask(reader, prompt(first, THIRD))
-    with step(f"{source} reads two more documents; the first ones overflow"):
+        warm_up = replicas.ask(reader, prompt(texts.short, SECOND))
+    with step(f"{source} reads two documents"):
         before = _demotions(replicas, source)
-        replicas.ask(source, prompt(second, FIRST))
-        replicas.ask(source, prompt(third, FIRST))
+        replicas.ask(source, prompt(texts.first, FIRST))
+        cold = replicas.ask(source, prompt(texts.second, FIRST))
+        replicas.settle(source, reader)
+    with step(f"{reader} is asked about the second one, twice"):
+        remote = replicas.ask(reader, prompt(texts.second, SECOND))
+        local = replicas.ask(reader, prompt(texts.second, THIRD))
+    with step(f"{source} reads on: its device tier overflows, and vLLM's cache"):
+        for text in texts.more:
+            replicas.ask(source, prompt(text, FIRST))
         replicas.settle(source, reader)
         demotions = _demotions(replicas, source) - before
-    with step(f"{reader} is asked about the second document, {source} about the first"):
-        overflow = replicas.ask(reader, prompt(second, SECOND))
-        restored = replicas.ask(source, prompt(first, FOURTH))
+    with step(f"{reader} is asked about the first document, {source} about the second"):
+        overflow = replicas.ask(reader, prompt(texts.first, SECOND))
+        restored = replicas.ask(source, prompt(texts.second, FOURTH))
     seen = Seen(warm_up, cold, remote, local, demotions, overflow, restored)
     return seen, [source, reader]
 
 
 def compare_with(model: Any, step: Step) -> Control:
     """Let a replica without Xavier compute the documents, and answer the same as local hits."""
-    first, second, _, short = documents()
+    texts = documents()
     with step("It reads the documents and answers the same questions"):
-        ask(model, prompt(short, FIRST))
-        ask(model, prompt(first, FIRST))
-        remote = ask(model, prompt(first, SECOND))
-        restored = ask(model, prompt(first, FOURTH))
-        ask(model, prompt(second, FIRST))
-        overflow = ask(model, prompt(second, SECOND))
+        ask(model, prompt(texts.short, FIRST))
+        ask(model, prompt(texts.first, FIRST))
+        overflow = ask(model, prompt(texts.first, SECOND))
+        ask(model, prompt(texts.second, FIRST))
+        remote = ask(model, prompt(texts.second, SECOND))
+        restored = ask(model, prompt(texts.second, FOURTH))
     return Control(remote, overflow, restored)
 
 

@@ -4,12 +4,27 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable
 
-ALLOWED_CPUS = frozenset(os.sched_getaffinity(0))
-"""CPUs this process had when the package was imported, before vLLM pinned its main thread."""
+
+def _allowed_cpus() -> frozenset[int]:
+    """Return the CPUs that this process was given by whoever started it.
+
+    vLLM's CPU worker pins its main thread to one core before it loads the connector, so its own
+    mask says too little. The process that spawned it is not pinned.
+    """
+    allowed = os.sched_getaffinity(0)
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        with contextlib.suppress(OSError):
+            allowed |= os.sched_getaffinity(parent.pid)
+    return frozenset(allowed)
+
+
+ALLOWED_CPUS = _allowed_cpus()
 
 
 def start_thread(target: Callable[[], object], name: str) -> threading.Thread:

@@ -157,9 +157,35 @@ class Loads:
         block_ids: Sequence[int],
     ) -> None:
         """Start the load of ``block_ids``, the request's blocks from ``first_block`` on."""
+        runs = promise.runs if promise is not None else []
+        try:
+            segments = self._segments(runs, first_block, block_ids)
+        except Exception:
+            # Fail open: vLLM waits for this load, so it must go out, as one that fails.
+            self._counters.errors["begin load"] += 1
+            logger.exception("Xavier could not make the load of request %s", request_id)
+            segments = [_segment(OWN_STORE, [LOST] * len(block_ids), block_ids)]
+        job_id = self._next_job
+        self._next_job += 1
+        self._loads[job_id] = _Load(
+            request_id,
+            keys[first_block : first_block + len(block_ids)],
+            first_block,
+            list(block_ids),
+            list(runs),
+            [(segment.member, len(segment.rows)) for segment in segments],
+            self._ranks,
+            self._clock(),
+        )
+        self._blocks_in_flight += len(block_ids)
+        self._unshipped.append(LoadJob(job_id, request_id, tuple(segments), self._timeout_s))
+
+    def _segments(
+        self, runs: Sequence[Run], first_block: int, block_ids: Sequence[int]
+    ) -> list[LoadSegment]:
+        """Map the runs onto the blocks and keep their leases; the rest of the blocks is lost."""
         segments: list[LoadSegment] = []
         position, end = first_block, first_block + len(block_ids)
-        runs = promise.runs if promise is not None else []
         for run in runs:
             stop = min(run.first + len(run.rows), end)
             if run.first > position or stop <= position:
@@ -172,20 +198,7 @@ class Loads:
         if position < end:
             lost = [LOST] * (end - position)
             segments.append(_segment(OWN_STORE, lost, block_ids[position - first_block :]))
-        job_id = self._next_job
-        self._next_job += 1
-        self._loads[job_id] = _Load(
-            request_id,
-            keys[first_block:end],
-            first_block,
-            list(block_ids),
-            list(runs),
-            [(segment.member, len(segment.rows)) for segment in segments],
-            self._ranks,
-            self._clock(),
-        )
-        self._blocks_in_flight += len(block_ids)
-        self._unshipped.append(LoadJob(job_id, request_id, tuple(segments), self._timeout_s))
+        return segments
 
     def ship(self) -> tuple[list[LoadJob], dict[int, tuple[WorkerHandle, ...]]]:
         """Return the loads that start in this step, and the handles of the peers they read."""

@@ -92,7 +92,7 @@ class Saves:
         self._counters = counters
         self._tracked: dict[str, _Tracked] = {}
         self._jobs: dict[int, _Job] = {}
-        self._offered_again: list[_Candidate] = []
+        self._offered: list[_Candidate] = []
         self._pinned = 0
         self._most_pins = blocks.total // PIN_SHARE
 
@@ -125,7 +125,7 @@ class Saves:
         tracked = _Tracked(request, list(block_ids), first_block)
         self._tracked[request.request_id] = tracked
         for block in also:
-            self._offered_again.extend(self._pinned_range(tracked, block, block + 1))
+            self._offered.extend(self._pinned_range(tracked, block, block + 1))
 
     def extended(self, request_id: str, block_ids: Iterable[int]) -> None:
         """Note blocks that vLLM added to a running request."""
@@ -138,7 +138,7 @@ class Saves:
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
             return
-        self._offered_again.extend(self._take(tracked, computed_tokens))
+        self._offered.extend(self._take(tracked, computed_tokens))
         lost = self._last_full(tracked, computed_tokens) - tracked.next_block
         if lost > 0:
             self._counters.saves_skipped["pins"] += lost
@@ -150,7 +150,7 @@ class Saves:
     def abandon(self, reason: str) -> None:
         """Stop following every request and let go of what no job has yet; jobs go on."""
         self._tracked.clear()
-        offered, self._offered_again = self._offered_again, []
+        offered, self._offered = self._offered, []
         self._drop(offered, reason)
 
     def plan(self, computed: Iterable[tuple[str, int]]) -> list[StoreJob]:
@@ -159,14 +159,14 @@ class Saves:
         ``computed`` holds, for each request scheduled in it, how many of its tokens have KV when
         the step is done.
         """
-        candidates, self._offered_again = self._offered_again, []
         for request_id, tokens in computed:
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
             # The one line that runs per request and step when there is nothing to save.
             if tracked.next_block < tokens // self._block_tokens:
-                candidates.extend(self._take(tracked, tokens))
+                self._offered.extend(self._take(tracked, tokens))
+        candidates, self._offered = self._offered, []
         jobs = []
         for first in range(0, len(candidates), BATCH):
             batch = candidates[first : first + BATCH]
@@ -212,8 +212,8 @@ class Saves:
             job.failed_stores.update(
                 row for row, request_id in enumerate(job.request_ids) if request_id in hit
             )
-        dropped = [item for item in self._offered_again if item.request_id in hit]
-        self._offered_again = [item for item in self._offered_again if item.request_id not in hit]
+        dropped = [item for item in self._offered if item.request_id in hit]
+        self._offered = [item for item in self._offered if item.request_id not in hit]
         self._drop(dropped, "invalid prefix")
 
     def _last_full(self, tracked: _Tracked, tokens: int) -> int:
@@ -267,7 +267,7 @@ class Saves:
             self._drop(candidates, "closed")
             return None
         if admission is None:
-            self._offered_again.extend(candidates)
+            self._offered.extend(candidates)
             return None
         for reason, count in admission.skipped.items():
             self._counters.saves_skipped[reason] += count

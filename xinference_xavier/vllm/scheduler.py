@@ -193,13 +193,16 @@ class SchedulerSide:
         if meta.quarantined > parts.quarantined:
             parts.watch_quarantine_until = time.monotonic() + WATCH_QUARANTINE_S
         parts.quarantined = meta.quarantined
-        for loaded in parts.loads.completed(meta.loads):
-            if loaded.request_id not in self._requests:
-                continue  # aborted meanwhile
-            if not loaded.complete:
-                self._no_more_loads.add(loaded.request_id)
-            parts.loaded[loaded.request_id] = loaded
-        parts.saves.completed(meta.stores)
+        try:
+            for loaded in parts.loads.completed(meta.loads):
+                if loaded.request_id not in self._requests:
+                    continue  # aborted meanwhile
+                if not loaded.complete:
+                    self._no_more_loads.add(loaded.request_id)
+                parts.loaded[loaded.request_id] = loaded
+        finally:
+            # Pins hang on these reports, whatever becomes of the others.
+            parts.saves.completed(meta.stores)
 
     def finished(self, request: Request) -> None:
         """Forget a request that ends; its full blocks that are left are still saved."""

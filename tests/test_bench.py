@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The measurements run with tiny sizes, and their judgements follow from what was measured.
+
+Nothing here asserts a time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from xinference_xavier import cli
+from xinference_xavier.bench import builtin, cold, store, warm
+from xinference_xavier.bench.blocks import BLOCK_BYTES
+from xinference_xavier.bench.engines import Completion
+from xinference_xavier.bench.models import QWEN_KV
+from xinference_xavier.bench.prompts import unique_text
+from xinference_xavier.bench.report import shown
+from xinference_xavier.bench.stats import Interval, Verdict
+from xinference_xavier.transport.base import TransportUnavailable
+from xinference_xavier.transport.select import Transports
+
+
+def bench(tmp_path: Path, *args: str) -> dict[str, Any]:
+    """Run a command and return its JSON."""
+    file = tmp_path / "result.json"
+    result = CliRunner().invoke(
+        cli.main, ["bench", *args, "--json", str(file)], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(file.read_text())
+    assert found["benchmark"] == args[0]
+    assert found["machine"]["cores"] >= 1
+    assert found["machine"]["versions"]["torch"]
+    return found
+
+
+def refused(*args: str) -> str:
+    result = CliRunner().invoke(cli.main, ["bench", *args])
+    assert result.exit_code == 2
+    return result.output
+
+
+# --- the store ----------------------------------------------------------------------------------
+
+SMALL_STORE = (
+    "store", "--histories", "100,300", "--batch", "4", "--rounds", "2", "--arena-bytes", "2MiB",
+)  # fmt: skip
+
+
+def test_the_store_is_measured_per_history_and_share_of_leases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builtin, "TIERED", "no_such_package.store")
+    found = bench(tmp_path, *SMALL_STORE)
+    cells = found["cells"]
+    assert [(cell["history"], cell["leased"]) for cell in cells] == [
+        (history, leased) for history in (100, 300) for leased in store.LEASED
+    ]
+    for cell in cells:
+        assert cell["us_per_block"] > 0
+        assert cell["floor_us"] > 0
+        assert cell["ratio_to_floor"]["pairs"] == 2
+        assert cell["verdict"] == "not resolved"
+    assert found["flatness"] >= 1
+    assert {"us_per_block", "floor_us", "ratio_to_floor"} <= set(found)
+    assert "no_such_package" in found["builtin_skipped"]
+    assert found["speedup_vs_builtin"] is None
+    # The counts of the reference run, whose blocks are staged again.
+    counts = ("device_blocks", "host_blocks", "demotions")
+    assert [tuple(row[name] for name in counts) for row in found["replay"]] == [
+        (1365, 26452, 26452),
+        (42, 27775, 27775),
+    ]
+
+
+def test_the_built_in_store_demotes_every_block_that_it_is_compared_with() -> None:
+    pytest.importorskip(builtin.TIERED)
+    cache = store.Cache.make(8)
+    theirs = builtin.BuiltinStore(cache.layers, BLOCK_BYTES, 8)
+    before = theirs.demotions
+    theirs.admit(range(5))
+    assert theirs.demotions - before == 5
+
+
+def test_a_leased_share_is_what_its_name_says() -> None:
+    settings = store.Settings(rounds=2, batch=4, arena_bytes=16 * BLOCK_BYTES)
+    measured = store._Bench(settings)
+    try:
+        index, keys = store._history(measured, 4000)
+        shares = []
+        for leased in store.LEASED:
+            store._lease(index, keys, leased, settings.batch)
+            found = index.counters()
+            shares.append(found.leased_blocks / (found.device_blocks + found.host_blocks))
+            measured.admit(index)
+    finally:
+        measured.close()
+    none, half, most = shares
+    assert none == 0
+    assert 0.4 < half < 0.6
+    assert 0.95 < most < 1
+
+
+def test_a_batch_that_the_arenas_cannot_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="twice as many"):
+        store._Bench(store.Settings(batch=9, arena_bytes=16 * BLOCK_BYTES))
+
+
+# --- transfers ------------------------------------------------------------------------------------
+
+
+def test_transports_are_measured_per_number_of_blocks(tmp_path: Path) -> None:
+    found = bench(
+        tmp_path,
+        "transfer", "--counts", "1,3,1000000", "--rounds", "2", "--arena-bytes", "2MiB",
+    )  # fmt: skip
+    done = {name for name in ("shm", "nixl", "xoscar") if name not in found["skipped"]}
+    assert {"shm", "xoscar"} <= done
+    assert {(row["transport"], row["blocks"]) for row in found["rows"]} == {
+        (name, count) for name in done for count in (1, 3)
+    }
+    for row in found["rows"]:
+        assert row["gb_per_s"] > 0
+        assert row["floor"] == ("raw" if row["transport"] == "nixl" else "memcpy")
+        assert row["verdict"] is None, "fewer blocks than the target speaks of"
+
+
+def test_a_transport_that_does_not_start_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(**_: object) -> Transports:
+        raise TransportUnavailable("nothing works here")
+
+    monkeypatch.setattr(Transports, "start", none)
+    args = ("transfer", "--counts", "1", "--rounds", "2", "--arena-bytes", "2MiB")
+    found = bench(tmp_path, *args, "--transports", "xoscar")
+    assert found["skipped"] == {"xoscar": "nothing works here"}
+    assert found["rows"] == []
+
+
+# --- warm and cold, from made-up answers ----------------------------------------------------------
+
+
+def answer(ttft_s: float, cached: int, tokens: tuple[int, ...] = (1, 2)) -> Completion:
+    return Completion(list(tokens), [-0.5] * len(tokens), cached, ttft_s, ttft_s)
+
+
+STATUS = {
+    "sources": {"source": {"transport": "shm", "nbytes": 4_000_000, "seconds": 0.002}},
+    "traffic": {"lookups_missed": {}, "loads_failed": {}},
+}
+PREFIX = 1600
+SETTINGS = warm.Settings(Path("unused"), core=0)
+
+
+def pairs(remote_s: float, *, remote_cached: int = PREFIX, remote_token: int = 2) -> list[Any]:
+    return [
+        warm._Pair(
+            PREFIX,
+            cold=answer(2.0, 0),
+            local=answer(0.1, PREFIX, (number, 2)),
+            remote=answer(remote_s, remote_cached, (number, remote_token)),
+            own_local=answer(0.11, PREFIX),
+        )
+        for number in range(SETTINGS.pairs + 1)
+    ]
+
+
+def test_a_load_is_what_the_remote_hit_costs_above_the_local_one() -> None:
+    found = warm._judged(SETTINGS, pairs(0.14), STATUS)
+    xavier = found["arms"]["xavier"]
+    assert xavier["loaded_bytes"] == PREFIX * 24 * 2 * 2 * 64 * 4
+    assert xavier["load_mb_per_s"] == pytest.approx(PREFIX * 24_576 / 0.04 / 1e6)
+    assert xavier["verdict"] is Verdict.MET
+    assert xavier["outputs_equal"]
+    assert xavier["full_hits"] == found["pairs"] == 10
+    assert xavier["copy_mb_per_s"] == pytest.approx(2000)
+    assert found["another_prefix_differs"]
+
+
+def test_a_slow_load_misses_the_floor() -> None:
+    xavier = warm._judged(SETTINGS, pairs(0.3), STATUS)["arms"]["xavier"]
+    assert xavier["load_mb_per_s"] < warm.FLOOR_MB_PER_S
+    assert xavier["verdict"] is Verdict.MISSED
+
+
+def test_a_prefix_that_was_computed_again_is_no_load() -> None:
+    xavier = warm._judged(SETTINGS, pairs(0.1, remote_cached=PREFIX - 16), STATUS)["arms"]["xavier"]
+    assert xavier["full_hits"] == 0
+    assert xavier["load_mb_per_s"] is None
+    assert xavier["verdict"] is Verdict.NOT_RESOLVED
+    assert not xavier["outputs_equal"]
+
+
+def test_another_token_is_another_output() -> None:
+    xavier = warm._judged(SETTINGS, pairs(0.14, remote_token=3), STATUS)["arms"]["xavier"]
+    assert not xavier["outputs_equal"]
+
+
+def test_equal_tokens_need_equal_log_probabilities() -> None:
+    one = Completion([5], [-1.0], 0, 0.1)
+    assert warm.same_answer(one, Completion([5], [-1.0009], 0, 0.1))
+    assert not warm.same_answer(one, Completion([5], [-1.002], 0, 0.1))
+
+
+def test_answers_that_ignore_the_prefix_are_told() -> None:
+    same = [
+        warm._Pair(PREFIX, answer(2.0, 0), answer(0.1, PREFIX), answer(0.2, PREFIX), answer(0, 0))
+        for _ in range(3)
+    ]
+    assert not warm._judged(SETTINGS, same, STATUS)["another_prefix_differs"]
+
+
+def test_only_the_chosen_arms_are_reported() -> None:
+    settings = warm.Settings(Path("unused"), core=0, arms=("cold", "local"))
+    found = warm._judged(settings, pairs(0.14), None)
+    assert list(found["arms"]) == ["cold", "local"]
+
+
+def test_the_first_pair_is_apart() -> None:
+    measured = pairs(0.14)
+    measured[0].remote = answer(9.0, PREFIX)
+    xavier = warm._judged(SETTINGS, measured, STATUS)["arms"]["xavier"]
+    assert xavier["first_ttft_s"] == 9.0
+    assert max(xavier["ttft_s"]) == 0.14
+
+
+def test_questions_leave_the_same_tail_and_share_no_block() -> None:
+    assert len({len(text) for text in warm.QUESTIONS}) == 1
+    assert len({text[0] for text in warm.QUESTIONS}) == len(warm.QUESTIONS)
+
+
+def test_no_load_time_at_all_is_no_rate() -> None:
+    assert warm.megabytes_per_s(1_000_000, -0.1) is None
+    assert warm.floor_verdict(50_000_000, Interval(-0.2, -0.1, -0.05, 10)) is Verdict.MET
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict", "slower"),
+    [(1.0, Verdict.MET, False), (1.015, Verdict.MET, True), (1.05, Verdict.MISSED, True)],
+)
+def test_cold_prefill_is_judged_by_the_paired_ratio(
+    factor: float, verdict: Verdict, slower: bool
+) -> None:
+    plain = [9.0, *(4.0 + 0.1 * number for number in range(12))]
+    noise = [1.0, *([0.999, 1.001] * 6)]
+    ours = [value * factor * n for value, n in zip(plain, noise, strict=True)]
+    status = {
+        "traffic": {"saved_blocks": 13 * 137},
+        "store": {"totals": {"demotions": 7}},
+    }
+    settings = cold.Settings(Path("unused"), core=0)
+    found = cold._result(settings, {"plain": plain, "xavier": ours}, status)
+    assert found["ratio"]["middle"] == pytest.approx(factor, rel=1e-3)
+    assert found["verdict"] is verdict
+    assert found["slower_beyond_noise"] is slower
+    assert found["saved_blocks"] == found["savable_blocks"]
+    assert found["arms"]["plain"]["first_ttft_s"] == 9.0
+
+
+# --- what they share ----------------------------------------------------------------------------
+
+
+def test_the_model_s_kv_cache_is_as_large_as_the_reference_model_s() -> None:
+    assert QWEN_KV.token_bytes(4) == 24_576
+    assert BLOCK_BYTES == 196_608
+
+
+def test_prompts_have_their_length_and_share_no_block() -> None:
+    texts = [unique_text(seed, 333) for seed in range(200)]
+    assert {len(text) for text in texts} == {333}
+    assert all(text.isascii() for text in texts)
+    assert len({text[:16] for text in texts}) == 200
+    assert unique_text(7, 50) == unique_text(7, 50)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (True, "yes"), (27817, "27,817"), (1234.5, "1,234"), (0.01234, "0.0123")],
+)
+def test_values_are_shown_as_people_read_them(value: object, text: str) -> None:
+    assert shown(value) == text
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("store", "--histories", "1000,zero"), "no list of numbers"),
+        (("store", "--histories", "0"), "no list of numbers"),
+        (("store", "--arena-bytes", "10%"), "no number of bytes"),
+        (("store", "--arena-bytes", "2 bananas"), "bananas"),
+        (("store", "--rounds", "1"), "x>=2"),
+        (("transfer", "--transports", "shm,tcp"), "'tcp' is not one of"),
+        (("warm", "--arms", "cold,warm"), "'warm' is not one of"),
+    ],
+)
+def test_bad_options_are_refused_with_what_is_allowed(args: tuple[str, ...], message: str) -> None:
+    assert message in refused(*args)
+
+
+# --- with real engines ----------------------------------------------------------------------------
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+def test_a_prefix_is_measured_on_real_engines(tmp_path: Path) -> None:
+    found = bench(
+        tmp_path, "warm", "--tiny", "--tokens", "320", "--pairs", "2", "--logs", str(tmp_path)
+    )
+    (length,) = found["lengths"]
+    assert list(length["arms"]) == ["cold", "local", "xavier"]
+    assert length["tokens"] == 320
+    assert length["another_prefix_differs"]
+    assert length["arms"]["local"]["full_hits"] == 2
+    xavier = length["arms"]["xavier"]
+    assert xavier["transport"] == "shm"
+    assert xavier["loads_failed"] == {}
+    # A busy machine may answer a lookup too late, which is a miss and no mistake.
+    assert xavier["full_hits"] + sum(xavier["missed"].values()) >= 2
+    assert xavier["outputs_equal"] or xavier["full_hits"] == 0
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+def test_cold_prefill_is_measured_on_real_engines(tmp_path: Path) -> None:
+    found = bench(
+        tmp_path, "cold", "--tiny", "--tokens", "320", "--pairs", "2", "--logs", str(tmp_path)
+    )
+    assert set(found["arms"]) == {"plain", "xavier"}
+    assert found["saved_blocks"] == found["savable_blocks"] == 60
+    assert found["verdict"] == "not resolved"
