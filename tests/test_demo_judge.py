@@ -26,7 +26,7 @@ from xinference_xavier.demo.judge import (
     judge_sharing,
     judge_shutdown,
 )
-from xinference_xavier.demo.replicas import Replicas, Served
+from xinference_xavier.demo.replicas import Replicas, Served, ask
 from xinference_xavier.demo.report import outcome, show
 from xinference_xavier.demo.server import DemoError
 
@@ -291,6 +291,28 @@ def test_a_demo_that_cannot_go_on_tells_why_and_ends_the_server(
     assert FakeServer.stopped == 1
 
 
+def test_a_server_that_refuses_or_dies_is_told_like_that_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def story(*_: object) -> None:
+        raise ConnectionError("connection refused")
+
+    result = run_demo(monkeypatch, tmp_path, story)
+    assert result.exit_code == 1
+    assert "connection refused" in result.output
+    assert json.loads((tmp_path / "out.json").read_text())["ok"] is False
+
+
+def test_a_stream_that_breaks_is_told() -> None:
+    class Broken:
+        def generate(self, prompt: str, generate_config: dict[str, Any]) -> Any:
+            yield {"choices": []}
+            raise Exception("the engine died")
+
+    with pytest.raises(DemoError, match="a request failed: the engine died"):
+        ask(Broken(), "Who are you?")
+
+
 def test_ctrl_c_ends_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def story(*_: object) -> None:
         raise KeyboardInterrupt
@@ -318,7 +340,8 @@ class FakeModel:
         self._turn = 0
 
     def generate(self, prompt: str, generate_config: dict[str, Any]) -> Any:
-        assert generate_config["temperature"] == 0
+        if generate_config["temperature"] != 0:
+            raise ValueError("not greedy")
         if len(self.prompts) in self._skips:
             self._turn += 1
         name = sorted(self.requests)[self._turn % 2]

@@ -243,6 +243,31 @@ def test_a_replica_that_closes_leaves_at_once(group: Cluster) -> None:
     source.runtime.release(late)
 
 
+def test_a_replica_that_leaves_is_gone_at_once_and_stays_out_but_still_answers(
+    group: Cluster,
+) -> None:
+    directory = group.directory()
+    other = group.local("a", directory.address, PATIENT)
+    leaver = group.local("b", directory.address, PATIENT)
+    eventually(lambda: len(other.runtime.members()) == 1)
+    leaver.runtime.leave()
+    eventually(lambda: not other.runtime.members())
+    assert isinstance(call(leaver.runtime.address, "describe"), dict)
+    leaver.runtime.leave()
+    assert asyncio.run(directory_members(directory.address, NAMESPACE))[0][2].name == "a"
+
+
+def test_one_publication_after_another_arrives_in_one_session(group: Cluster) -> None:
+    """What the directory answers keeps its type on the wire: "ok" must not read as a failure."""
+    directory = group.directory()
+    source = group.remote("a", directory.address, PATIENT)
+    reader = group.local("b", directory.address, PATIENT)
+    for first in range(0, 5):
+        source.call("fill", first, first + 1)
+        eventually(lambda last=first + 1: reader.sees(0, last))
+    assert reader.runtime.status()["joins"] == 1
+
+
 def test_a_replica_that_slept_too_long_rejoins_with_a_new_epoch_and_all_its_blocks(
     group: Cluster,
 ) -> None:

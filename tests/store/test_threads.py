@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import threading
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -37,3 +40,14 @@ def test_a_thread_is_named_and_does_not_keep_the_process_alive() -> None:
     assert (thread.name, thread.daemon) == ("xavier-named", True)
     go.set()
     thread.join()
+
+
+def _allowed_in_a_pinned_child() -> frozenset[int]:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    importlib.reload(threads)
+    return threads.ALLOWED_CPUS
+
+
+def test_a_worker_that_was_pinned_before_the_import_takes_back_its_parent_s_cpus() -> None:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
+        assert child.submit(_allowed_in_a_pinned_child).result() == os.sched_getaffinity(0)

@@ -217,6 +217,17 @@ def test_a_source_slower_than_prefill_is_declined_and_tried_again(make: Make) ->
     engine.check_all()
 
 
+def test_a_source_faster_than_prefill_is_used(make: Make) -> None:
+    engine = make(options={"xavier_min_load_tokens": None})
+    engine.worker.load_seconds = 1e-8
+    for seed in range(3):
+        share(engine, 1, prompt_of(seed, 70))
+        engine.ask(prompt_of(seed, 250))
+    assert engine.loaded_tokens == 3 * 64
+    assert engine.side.status()["pace"]["prefill_tokens_per_s"] > 0
+    engine.check_all()
+
+
 def test_loads_are_bounded_and_what_is_above_is_computed(engine: Engine) -> None:
     engine.worker.hold_loads = True
     for seed in range(3):

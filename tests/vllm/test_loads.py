@@ -155,6 +155,19 @@ def test_a_promise_that_ran_out_in_the_queue_is_made_again(engine: Engine) -> No
     engine.check_all()
 
 
+def test_a_plan_is_made_again_when_vllm_evicted_what_it_builds_on(engine: Engine) -> None:
+    engine.ask(PROMPT)
+    longer = PROMPT[:96] + prompt_of(2, 40)
+    share(engine, 1, longer)
+    engine.add(longer)
+    assert [len(r.rows) for r in engine.control.reserved] == [2], "after six local blocks"
+    engine.forget_local()
+    engine.run()
+    assert engine.traffic["loaded_tokens"] == {"own_device": 96, "peer_device": 32}
+    assert engine.traffic["failed_blocks"] == 0
+    engine.check_all()
+
+
 def test_requests_that_find_no_free_blocks_keep_no_lease_for_ever(make: Make) -> None:
     engine = make(blocks=16)
     peer = share(engine, 1, PROMPT)
@@ -253,17 +266,20 @@ def test_aborted_at_any_step(make: Make, steps: int) -> None:
 def test_aborted_while_resuming_with_a_load(engine: Engine) -> None:
     """The request's blocks from before the preemption belong to others by now."""
     engine.worker.hold_stores = True
-    engine.add(prompt_of(2, 140), 1)
-    engine.until(lambda: engine.worker.stores)
-    # No pin is left: nothing of this request is saved yet.
+    engine.add(prompt_of(2, 450), 60)
+    engine.until(lambda: len(engine.worker.stores) > 1)
+    pinned = engine.side.status()["pinned_blocks"]
     request_id = engine.add(PROMPT, 40)
     engine.until(lambda: len(engine.answers[request_id]) > 2)
+    assert engine.side.status()["pinned_blocks"] == pinned, "nothing of this one is saved yet"
     table = engine.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
     engine.preempt(request_id)
     engine.pool.evict_blocks(set(table))
     share(engine, 1, PROMPT)
     engine.worker.hold_loads = True
     engine.until(lambda: engine.worker.loads)
+    other = engine.add(prompt_of(3, 430))
+    engine.until(lambda: other in engine.reasons)
     engine.worker.hold_stores = False
     engine.until(lambda: not engine.side.status()["pinned_blocks"])
     engine.abort(request_id)

@@ -140,7 +140,7 @@ def test_saves_of_a_request_whose_prefix_is_invalid_are_dropped(engine: Engine) 
     engine.worker.hold_stores = True
     request_id = engine.add(PROMPT, 40)
     engine.until(lambda: len(engine.answers[request_id]) > 2)
-    (first, *_), = engine.scheduler.kv_cache_manager.get_block_ids(request_id)
+    ((first, *_),) = engine.scheduler.kv_cache_manager.get_block_ids(request_id)
     engine.side._parts.saves.invalidated({first})
     engine.worker.hold_stores = False
     engine.run()

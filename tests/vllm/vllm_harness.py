@@ -327,7 +327,8 @@ class Engine:
         if any(left.values()):
             raise AssertionError(f"left in the scheduler side: {left}")
         if not errors and (status["hook_failures"] or status["traffic"]["errors"]):
-            raise AssertionError(f"caught: {status['hook_failures']}, {status['traffic']['errors']}")
+            caught = status["hook_failures"], status["traffic"]["errors"]
+            raise AssertionError(f"caught: {caught}")
         doubled = {r: n for r, n in self.worker.reported.items() if n > self._loads_of(r)}
         if doubled:
             raise AssertionError(f"loads reported too often: {doubled}")

@@ -232,9 +232,9 @@ class LeaseKeeper:
             self._verdict(peer, describe(error))
             return
         if isinstance(answer, Refused):
-            self._failed(reservation, answer)
+            self._failed(reservation, answer.value)
             if answer in (Refused.DRAINING, Refused.CLOSED):
-                self._refused(peer, answer)
+                self._refused(peer, answer.value)
             return
         self._verdict(peer, None)
         self._arrived(reservation, peer, answer, sent + duration)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 from itertools import chain
 from struct import iter_unpack
 from typing import TYPE_CHECKING
@@ -97,8 +97,8 @@ class Joined:
     heartbeat_s: float
 
 
-class Reply(StrEnum):
-    """Answer to a publication."""
+class Reply(Enum):
+    """Answer to a publication. No ``StrEnum``: xoscar sends those as plain strings."""
 
     OK = "ok"
     STALE = "stale"
@@ -166,7 +166,7 @@ class Update:
     reset: bool = False
 
 
-class Refused(StrEnum):
+class Refused(Enum):
     """Why a peer granted nothing, apart from not holding the first block."""
 
     FINGERPRINT = "wrong fingerprint"

@@ -126,6 +126,8 @@ class ControlRuntime:
             verdict=self._verdict,
             refused=self._refused,
         )
+        self._membership: asyncio.Task[None] | None = None
+        self._farewell: asyncio.Future[Any] | None = None
         self._session: DirectorySession | None = None
         if directory is not None:
             self._session = DirectorySession(
@@ -187,6 +189,10 @@ class ControlRuntime:
             self._down.result(timeout_s)
         except TimeoutError:
             logger.warning("the control thread did not end within %g s", timeout_s)
+
+    def leave(self) -> None:
+        """Leave the group soon, and for good; the peer still answers. From any thread."""
+        self._post(self._leave)
 
     @property
     def address(self) -> str:
@@ -328,7 +334,8 @@ class ControlRuntime:
             await xo.create_actor(PeerActor, self._state, uid=PEER_UID, address=self._address)
             tasks.append(asyncio.create_task(self._keeper.renew_for_ever()))
             if self._session is not None:
-                tasks.append(asyncio.create_task(self._session.run()))
+                self._membership = asyncio.create_task(self._session.run())
+                tasks.append(self._membership)
             self._up.set_result(self._address)
             await self._stop.wait()
         finally:
@@ -347,6 +354,12 @@ class ControlRuntime:
         if self._session is not None:
             farewell.append(self._session.leave())
         await asyncio.gather(*farewell, return_exceptions=True)
+
+    def _leave(self) -> None:
+        if self._session is None or self._membership is None or self._membership.done():
+            return
+        self._membership.cancel()
+        self._farewell = asyncio.gather(self._session.leave(), return_exceptions=True)
 
     def _post(self, callback: Callable[[], None]) -> bool:
         """Run ``callback`` on the loop, from any thread; False if there is no loop any more."""
@@ -440,7 +453,7 @@ class ControlRuntime:
             peer.breaker.probed(False, time.monotonic())
             return False
         if isinstance(answer, Refused):
-            peer.breaker.reason = answer
+            peer.breaker.reason = answer.value
             peer.breaker.probed(False, time.monotonic())
             return False
         peer.ref = ref

@@ -50,7 +50,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The answer in one piece."""
+        """The answer in one piece, with the tokens that people do not see."""
         return "".join(token.text for token in self.tokens).strip()
 
     def to_dict(self) -> dict[str, Any]:

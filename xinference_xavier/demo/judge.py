@@ -112,12 +112,13 @@ def judge_answers(remote: Served, control: Answer, other: Answer) -> Part:
             f"the control's local hit has {control.cached_tokens} tokens, the remote hit "
             f"{remote.answer.cached_tokens}"
         )
-    if compare(remote.answer, other).equal:
+    different = compare(remote.answer, other)
+    if different.equal:
         problems.append("another document gives the same answer")
     shown = (
-        f"{remote.verified_tokens} loaded tokens have the published checksums; {same.tokens} "
-        f"answer tokens equal, log probabilities within {same.worst:.1e}; "
-        "another document, another answer"
+        f"{remote.verified_tokens} of {remote.loaded_tokens} loaded tokens have the published "
+        f"checksums; {same.tokens} of {len(control.tokens)} answer tokens are the control's, log "
+        f"probabilities within {same.worst:.1g}; with another document {different.tokens} are"
     )
     facts = {
         "verified_tokens": remote.verified_tokens,
@@ -185,9 +186,10 @@ def judge_shutdown(seen: Shutdown) -> Part:
     if not seen.arenas_seen:
         problems.append("our memory was never seen, so its absence proves nothing")
     problems += [f"left behind: {what}" for what in seen.left]
+    zero = sum(report["counters"].get(name) == 0 for report in seen.reports for name in EMPTY)
     shown = (
-        f"final counters of {len(seen.reports)} replicas all zero; {seen.arenas_seen} arenas were "
-        "there, and now no process holds or maps one, and no process or file is left"
+        f"{zero} of {len(seen.replicas) * len(EMPTY)} final counters are zero; {seen.arenas_seen} "
+        f"arenas were there; left behind (holders of them, processes, files): {len(seen.left)}"
     )
     facts = {
         "final_counters": {report["replica"]: report["counters"] for report in seen.reports},

@@ -120,11 +120,11 @@ def _run(
         server = Server(keep_logs)
         try:
             parts, more = story.run(server, settings, step)
-        except DemoError as error:
+        except (RuntimeError, ValueError, OSError) as error:
+            # Besides DemoError, what Xinference's client raises when the server refuses or dies.
             tail = server.tail()
-            if not tail:
-                raise
-            raise DemoError(f"{error}\n\nThe server's last words:\n{tail}") from error
+            words = f"\n\nThe server's last words:\n{tail}" if tail else ""
+            raise DemoError(f"{error}{words}") from error
         finally:
             with _uninterrupted():
                 server.stop()

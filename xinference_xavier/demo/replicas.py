@@ -172,19 +172,23 @@ class Replicas:
 
 
 def ask(model: Model, prompt: str, tokens: int = ANSWER_TOKENS) -> Answer:
-    """Ask for a greedy answer of at most ``tokens`` tokens, streamed."""
+    """Ask for a greedy answer of at most ``tokens`` tokens, streamed.
+
+    Raises :class:`DemoError` when there is none.
+    """
     started = time.perf_counter()
-    chunks = model.generate(
-        prompt,
-        {
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "max_tokens": tokens,
-            "temperature": 0.0,
-            "logprobs": 2,
-        },
-    )
-    return read_stream(chunks, started)
+    config = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": tokens,
+        "temperature": 0.0,
+        "logprobs": 2,
+    }
+    try:
+        return read_stream(model.generate(prompt, config), started)
+    except Exception as error:
+        # An error inside a stream is a bare Exception of Xinference's client.
+        raise DemoError(f"a request failed: {error}") from error
 
 
 def read_statuses(answer: Mapping[str, Any]) -> dict[str, Status]:

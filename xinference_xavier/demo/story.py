@@ -195,6 +195,7 @@ def run(server: Server, settings: Settings, step: Step) -> tuple[list[Part], dic
         envs = {cpu.BINDING_VARIABLE: core} if on_cpu else None
         launch(client, CONTROL_UID, replica=1, envs=envs)
     control = compare_with(client.get_model(CONTROL_UID), step)
+    server.look()
     with step("Xinference ends"):
         client.terminate_model(CONTROL_UID)
         client.close()

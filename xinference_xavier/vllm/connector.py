@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from xinference_xavier.launch_note import reported
+from xinference_xavier.launch_note import end_with_launcher, reported
 from xinference_xavier.options import split_options
 from xinference_xavier.vllm.compat import check_version, join_logging
 from xinference_xavier.vllm.engine import check_engine_config
@@ -88,6 +88,7 @@ class XavierConnector(KVConnectorBase_V1):
             fix_hash_seed()
             check_engine_config(vllm_config, kv_cache_config, deployment)
             if role is KVConnectorRole.SCHEDULER:
+                end_with_launcher()
                 self._scheduler = SchedulerSide(vllm_config, options, deployment, self.failures)
             else:
                 self._worker = WorkerSide(vllm_config, kv_cache_config, options, deployment)

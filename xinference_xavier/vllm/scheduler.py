@@ -309,6 +309,7 @@ class SchedulerSide:
             "quarantined": parts.quarantined,
         }
         final = {"state": "closed", "drained": drained, **left, **asdict(parts.index.close())}
+        parts.control.leave()
         log = logger.info if drained else logger.warning
         log("Xavier closed its store: %s", final)
         return final
