@@ -69,6 +69,7 @@ class StandInControl:
         self.reports: list[tuple[int, bool, str | None]] = []
         self.published: set[bytes] = set()
         self.closed = False
+        self.left = False
         self.address = "stand-in"
         self._clock = clock
 
@@ -109,6 +110,9 @@ class StandInControl:
 
     def start(self, timeout_s: float) -> None:
         pass
+
+    def leave(self) -> None:
+        self.left = True
 
     def close(self, timeout_s: float) -> None:
         self.closed = True

@@ -251,6 +251,7 @@ def check_closed(engine: Engine) -> None:
     assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
     status = engine.side.status()
     assert status["state"] == "closed"
+    assert engine.control.left
     assert (status["pinned_blocks"], status["store_jobs"], status["load_jobs"]) == (0, 0, 0)
     assert not status["hook_failures"]
     assert not status["traffic"]["errors"]

@@ -61,7 +61,6 @@ class Settings:
     transport: str = "auto"
     gpu_cache_bytes: str = "256MiB"
     cpu_cache_bytes: str = "1GiB"
-    lookup_timeout_s: float | None = None
     shape: Shape = QWEN_KV
 
 
@@ -152,7 +151,7 @@ def run(settings: Settings, report: Report) -> dict[str, Any]:
 
 
 def _options(settings: Settings, directory: str, member: str) -> dict[str, object]:
-    options: dict[str, object] = {
+    return {
         "xavier_gpu_cache_bytes": settings.gpu_cache_bytes,
         "xavier_cpu_cache_bytes": settings.cpu_cache_bytes,
         "xavier_transport": settings.transport,
@@ -161,9 +160,6 @@ def _options(settings: Settings, directory: str, member: str) -> dict[str, objec
         # What is measured is the load, also where computing would be quicker.
         "xavier_min_load_tokens": 0,
     }
-    if settings.lookup_timeout_s is not None:
-        options["xavier_lookup_timeout"] = settings.lookup_timeout_s
-    return options
 
 
 def _judged(
