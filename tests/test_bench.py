@@ -83,7 +83,7 @@ def test_the_built_in_store_demotes_every_block_that_it_is_compared_with() -> No
     cache = store.Cache.make(8)
     theirs = builtin.BuiltinStore(cache.layers, BLOCK_BYTES, 8)
     before = theirs.demotions
-    theirs.admit(range(5))
+    theirs.admit(range(5), threads=1)
     assert theirs.demotions - before == 5
 
 

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,9 +120,26 @@ def make_server(
     command.write_text(SERVER.format(python=sys.executable, end=end))
     command.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
     return Server(keep_logs)
+
+
+@pytest.mark.parametrize(("length", "used"), [(45, True), (46, False)])
+def test_the_folder_is_where_the_user_wants_it_unless_sockets_could_not_be_made_there(
+    length: int, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        place = Path(base).joinpath("x" * (length - len(base) - 1))
+        place.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(place))
+        server = Server()
+        try:
+            assert (server.folder.parent == place) is used
+            with socket.socket(socket.AF_UNIX) as longest:
+                (server.folder / "tmp").mkdir()
+                longest.bind(str(server.folder / "tmp" / str(uuid.uuid4())))
+        finally:
+            server.stop()
+        assert not server.folder.exists()
 
 
 def test_a_server_that_ends_at_once_is_told_and_nothing_of_it_stays(

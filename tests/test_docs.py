@@ -34,7 +34,7 @@ def test_the_readme_shows_an_extra_config_that_is_accepted() -> None:
     options, deployment = split_options(config["kv_connector_extra_config"])
     assert options.xavier_gpu_first
     assert deployment.xavier_directory == "127.0.0.1:9990"
-    assert config["kv_load_failure_policy"] == "recompute"
+    assert config["kv_role"] == "kv_both"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from xinference_xavier.features import (
     feature_table,
 )
 
-GOOD = EngineFacts(hash_seed="0", sharing=True)
+GOOD = EngineFacts()
 
 
 def test_a_plain_engine_is_accepted() -> None:
@@ -34,14 +34,12 @@ ENGINES: list[tuple[dict[str, object], str, str]] = [
     ({"context_parallel_size": 2}, "context_parallel_size=2", "to 1"),
     ({"prefix_caching": False}, "enable_prefix_caching=False", "leave enable_prefix_caching on"),
     ({"hash_algorithm": "sha256"}, "prefix_caching_hash_algo=sha256", "sha256_cbor"),
-    ({"hash_seed": None}, "PYTHONHASHSEED is not set", "set the environment variable"),
     ({"kv_groups": ("FullAttentionSpec",) * 2}, "2 KV cache groups", "full attention"),
     ({"kv_groups": ("SlidingWindowSpec",)}, "KV cache of SlidingWindowSpec", "full attention"),
     ({"kv_groups": ()}, "0 KV cache groups", "full attention"),
     ({"kv_dtype": "nvfp4"}, "kv_cache_dtype=nvfp4", "set kv_cache_dtype"),
     ({"dynamic_kv_scales": True}, "calculate_kv_scales=True", "calculate_kv_scales=False"),
     ({"kv_role": "kv_producer"}, "kv_role=kv_producer", "kv_both"),
-    ({"load_failure_policy": "fail"}, "kv_load_failure_policy=fail", "recompute"),
     ({"lora": True}, "enable_lora=True", "without LoRA"),
     ({"speculative": True}, "a speculative configuration", "without it"),
     ({"encoder_decoder": True}, "an encoder-decoder model", "decoder-only"),
@@ -70,10 +68,6 @@ def test_every_engine_refusal_of_the_table_can_happen() -> None:
 
 def test_all_reasons_against_an_engine_are_told_together() -> None:
     assert len(check_engine(replace(GOOD, lora=True, tensor_parallel_size=2))) == 2
-
-
-def test_a_lone_replica_needs_no_hash_seed() -> None:
-    assert check_engine(EngineFacts(hash_seed=None, sharing=False)) == []
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3"])

@@ -47,9 +47,7 @@ class Support(Enum):
 class EngineFacts:
     """An engine's configuration in plain values, as vLLM resolved it.
 
-    ``kv_groups`` names the cache spec's class of each KV cache group; ``hash_seed`` is
-    ``PYTHONHASHSEED`` of the engine's environment; ``sharing`` tells whether there are other
-    replicas to share with.
+    ``kv_groups`` names the cache spec's class of each KV cache group.
     """
 
     tensor_parallel_size: int = 1
@@ -58,13 +56,10 @@ class EngineFacts:
     context_parallel_size: int = 1
     prefix_caching: bool = True
     hash_algorithm: str = HASH_ALGORITHM
-    hash_seed: str | None = None
-    sharing: bool = False
     kv_groups: tuple[str, ...] = ("FullAttentionSpec",)
     kv_dtype: str = "auto"
     dynamic_kv_scales: bool = False
     kv_role: str = "kv_both"
-    load_failure_policy: str = "recompute"
     lora: bool = False
     speculative: bool = False
     encoder_decoder: bool = False
@@ -186,10 +181,6 @@ def _other_kv_dtype(facts: EngineFacts) -> str | None:
     return None if facts.kv_dtype in _KV_DTYPES else f"kv_cache_dtype={facts.kv_dtype}"
 
 
-def _random_seed(facts: EngineFacts) -> str | None:
-    return "PYTHONHASHSEED is not set" if facts.sharing and facts.hash_seed is None else None
-
-
 _S, _B, _R, _U = Support.SUPPORTED, Support.BYPASSED, Support.REFUSED, Support.UNSEEN
 
 FEATURES: Final[tuple[Feature, ...]] = (
@@ -201,6 +192,16 @@ FEATURES: Final[tuple[Feature, ...]] = (
     ),
     Feature("multi-turn chats", _S, "full blocks of outputs are stored as well as of prompts"),
     Feature("cache_salt", _S, "requests share blocks only under the same salt"),
+    Feature(
+        "PYTHONHASHSEED",
+        _S,
+        "replicas share only under the same one; the connector sets 0 where it is no number",
+    ),
+    Feature(
+        "kv_load_failure_policy",
+        _S,
+        "the connector sets recompute: a failed load costs time, never the request",
+    ),
     Feature("one replica", _S, "its evicted prefixes are restored from its own tiers"),
     Feature("replicas on different hosts", _S, "over NIXL or xoscar"),
     Feature(
@@ -290,13 +291,6 @@ FEATURES: Final[tuple[Feature, ...]] = (
         in_engine=_differs("hash_algorithm", HASH_ALGORITHM, "prefix_caching_hash_algo"),
     ),
     Feature(
-        "a random hash seed",
-        _R,
-        "every replica would name the same block differently",
-        "set the environment variable PYTHONHASHSEED to the same number for all replicas",
-        in_engine=_random_seed,
-    ),
-    Feature(
         "hybrid models, and others with several KV cache groups",
         _R,
         "a block is then more than one piece, with rules of its own for each",
@@ -370,13 +364,6 @@ FEATURES: Final[tuple[Feature, ...]] = (
         "launch without roles (in plain vLLM: kv_role kv_both)",
         in_engine=_differs("kv_role", "kv_both", "kv_role"),
         in_launch=_roles,
-    ),
-    Feature(
-        "kv_load_failure_policy other than recompute",
-        _R,
-        "a failed load must cost time, never the request",
-        'set "kv_load_failure_policy": "recompute" in the KV transfer configuration',
-        in_engine=_differs("load_failure_policy", "recompute", "kv_load_failure_policy"),
     ),
     Feature(
         "another KV connector or cache backend beside it",

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 def test_the_demo_shows_all_five_parts_and_leaves_nothing_behind(tmp_path: Path) -> None:
     command = Path(sys.executable).with_name("xinference-xavier")
-    scratch = tmp_path / "tmp"
-    scratch.mkdir()
     arguments = ["--json", str(tmp_path / "demo.json"), "--keep-logs", str(tmp_path / "logs")]
-    # Its output is not captured: with it, and the logs, a failure here explains itself.
-    ended = subprocess.run(
-        [command, "demo", *arguments], env={**os.environ, "TMPDIR": str(scratch)}, check=False
-    )
+    # Sockets are made in there: pytest's own folder is too deep.
+    with tempfile.TemporaryDirectory(prefix="demo-") as scratch:
+        # Its output is not captured: with it, and the logs, a failure here explains itself.
+        ended = subprocess.run(
+            [command, "demo", *arguments], env={**os.environ, "TMPDIR": scratch}, check=False
+        )
+        left = os.listdir(scratch)
     result = json.loads((tmp_path / "demo.json").read_text())
     assert result["failed"] == []
     assert ended.returncode == 0
@@ -39,5 +41,5 @@ def test_the_demo_shows_all_five_parts_and_leaves_nothing_behind(tmp_path: Path)
     for name in ("cold_ttft_s", "remote_hit_ttft_s", "local_hit_ttft_s"):
         assert result[name] > 0
     assert len(result["parts"][4]["final_counters"]) == 2
-    assert list(scratch.iterdir()) == []
+    assert left == []
     assert (tmp_path / "logs" / "xinference.log").stat().st_size > 0

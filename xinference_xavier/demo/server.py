@@ -39,6 +39,9 @@ KILL_S: Final = 10.0
 POLL_S: Final = 0.2
 CALL_S: Final = 30.0
 
+LONGEST_PLACE: Final = 107 - len("/xavier-demo-12345678/tmp/") - 36
+"""Most bytes of a folder's path below which sockets of vLLM, named by a uuid, can be made."""
+
 MODEL_NAME: Final = "smollm2-135m-demo"
 
 
@@ -55,8 +58,7 @@ class Server:
     def __init__(self, keep_logs: Path | None = None) -> None:
         """Make the folder. ``keep_logs`` is where the logs go when the server is stopped."""
         self._keep_logs = keep_logs
-        # Sockets live in here, and their paths may have about 100 characters.
-        self.folder = Path(tempfile.mkdtemp(prefix="xavier-demo-"))
+        self.folder = _make_folder()
         self.log = self.folder / "xinference.log"
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -183,6 +185,17 @@ class Server:
             raise DemoError(f"GET {path}: HTTP {error.code} {text}") from error
         except (OSError, ValueError) as error:
             raise DemoError(f"GET {path}: {error}") from error
+
+
+def _make_folder() -> Path:
+    """Make a temporary folder where the user wants such, or in /tmp where that is too deep.
+
+    vLLM's sockets are made in it, and the system limits the length of their paths.
+    """
+    place = Path(tempfile.gettempdir())
+    if len(os.fsencode(place)) > LONGEST_PLACE:
+        place = Path("/tmp")
+    return Path(tempfile.mkdtemp(prefix="xavier-demo-", dir=place))
 
 
 def _wait_gone(family: Family, timeout_s: float) -> list[psutil.Process]:

@@ -86,7 +86,7 @@ class XavierConnector(KVConnectorBase_V1):
             # reads this field right after it has made the scheduler side.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             fix_hash_seed()
-            check_engine_config(vllm_config, kv_cache_config, deployment)
+            check_engine_config(vllm_config, kv_cache_config)
             if role is KVConnectorRole.SCHEDULER:
                 end_with_launcher()
                 self._scheduler = SchedulerSide(vllm_config, options, deployment, self.failures)

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from xinference_xavier.features import EngineFacts, RequestFacts, check_engine
-from xinference_xavier.options import Deployment, OptionError
-from xinference_xavier.vllm.identity import SEED_VARIABLE
+from xinference_xavier.options import OptionError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -16,18 +14,14 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def check_engine_config(
-    config: VllmConfig, kv_cache_config: KVCacheConfig, deployment: Deployment
-) -> None:
+def check_engine_config(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise OptionError with every reason why this engine cannot have GPU-first Xavier."""
-    refusals = check_engine(engine_facts(config, kv_cache_config, deployment))
+    refusals = check_engine(engine_facts(config, kv_cache_config))
     if refusals:
         raise OptionError("; ".join(refusals))
 
 
-def engine_facts(
-    config: VllmConfig, kv_cache_config: KVCacheConfig, deployment: Deployment
-) -> EngineFacts:
+def engine_facts(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
     """Return what the feature table looks at."""
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     transfer = config.kv_transfer_config
@@ -40,17 +34,12 @@ def engine_facts(
         ),
         prefix_caching=bool(cache.enable_prefix_caching),
         hash_algorithm=str(cache.prefix_caching_hash_algo),
-        hash_seed=os.environ.get(SEED_VARIABLE),
-        sharing=deployment.xavier_directory is not None,
         kv_groups=tuple(
             type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups
         ),
         kv_dtype=str(cache.cache_dtype),
         dynamic_kv_scales=bool(cache.calculate_kv_scales),
         kv_role=str(transfer.kv_role) if transfer is not None else "kv_both",
-        load_failure_policy=(
-            transfer.kv_load_failure_policy if transfer is not None else "recompute"
-        ),
         lora=config.lora_config is not None,
         speculative=config.speculative_config is not None,
         encoder_decoder=bool(model.is_encoder_decoder),
