@@ -58,7 +58,7 @@ class IndexMachine(RuleBasedStateMachine):
             device_slots=device, host_slots=capacity + spare, spare_slots=spare, reader_share=share
         )
         self.capacity = (device, capacity)
-        self.share = [max(1, int(size * share)) for size in self.capacity]
+        self.share = max(1, int(sum(self.capacity) * share))
         self.free = [device, capacity + spare]
         self.blocks: dict[int, Block] = {}
         self.recent: list[Block] = []
@@ -225,18 +225,14 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(run=names, reader=readers, duration=st.floats(0.5, 20.0))
     def acquire(self, run: list[int], reader: str | None, duration: float) -> None:
-        left = list(self.share)
-        for lease in self.leases:
-            if lease.reader == reader:
-                for tier in Tier:
-                    left[tier] -= sum(tier is self.leased_tier[b] for b in lease.blocks)
+        left = self.share - sum(len(le.blocks) for le in self.leases if le.reader == reader)
         granted: list[Block] = []
         for name in run:
             block = self.blocks.get(name)
             if block is None or block.phase != "ready":
                 break
-            left[block.tier] -= 1
-            if reader is not None and left[block.tier] < 0:
+            left -= 1
+            if reader is not None and left < 0:
                 break
             granted.append(block)
         grant = self.index.acquire(
@@ -251,11 +247,6 @@ class IndexMachine(RuleBasedStateMachine):
         if granted:
             expires = self.now + duration
             self.leases.append(ModelLease(grant.lease_id, reader, granted, expires))
-
-    @property
-    def leased_tier(self) -> dict[Block, Tier]:
-        """Leased blocks do not move, so their tier is what it was when they were leased."""
-        return {block: block.tier for lease in self.leases for block in lease.blocks}
 
     @precondition(lambda self: self.leases)
     @rule(which=pick)

@@ -114,7 +114,7 @@ def forget_lease(index: SnapshotIndex) -> None:
 
 
 def wrong_share(index: SnapshotIndex) -> None:
-    index._book._shares["peer"][0] += 1
+    index._book._shares["peer"] += 1
 
 
 def forget_deadline(index: SnapshotIndex) -> None:

@@ -67,7 +67,7 @@ class SnapshotIndex:
     ``device_slots`` and ``host_slots`` are the slots of the arenas; ``spare_slots`` of the host
     slots are kept for blocks that arrive while the tier is full, so that tier holds at most
     ``host_slots - spare_slots`` blocks. Either tier, or both, may be empty. One reader may lease
-    at most ``reader_share`` of a tier's capacity, but at least one block.
+    at most ``reader_share`` of the capacity of both tiers together, but at least one block.
 
     Every method but :meth:`close` raises :class:`StoreClosed` after :meth:`close`.
     """
@@ -87,7 +87,7 @@ class SnapshotIndex:
         self._lock = threading.Lock()
         self._capacities = (device_slots, host_slots - spare_slots)
         self._table = SlotTable(device_slots, host_slots)
-        self._book = LeaseBook(self._capacities, reader_share)
+        self._book = LeaseBook(sum(self._capacities), reader_share)
         self._totals = Totals()
         self._placement = Placement(self._table, self._capacities, self._totals)
         self._epoch = 0
@@ -304,7 +304,7 @@ class SnapshotIndex:
             reached = self._counters()
             old = self._table, self._book, self._placement
             self._table = table = SlotTable(0, 0)
-            self._book = LeaseBook((0, 0), reader_share=1.0)
+            self._book = LeaseBook(0, reader_share=1.0)
             self._placement = Placement(table, (0, 0), self._totals)
             final = self._final = FinalCounters(
                 device_lru=table.order.sizes[Tier.DEVICE],
@@ -369,8 +369,8 @@ class SnapshotIndex:
     ) -> Grant:
         table = self._table
         slots = self._ready_prefix(keys)
-        allowed = self._within_share(slots, reader)
-        if allowed < len(slots):
+        allowed = self._book.allowance(reader)
+        if allowed is not None and allowed < len(slots):
             self._totals.share_cuts += 1
             del slots[allowed:]
         if not slots:
@@ -385,14 +385,8 @@ class SnapshotIndex:
             else (host, slot - border, generation[slot])
             for slot in slots
         ]
-        on_device = sum(slot < border for slot in slots)
         lease = self._book.open(
-            slots,
-            (on_device, len(slots) - on_device),
-            reader=reader,
-            request=request,
-            expires=expires,
-            epoch=self._epoch,
+            slots, reader=reader, request=request, expires=expires, epoch=self._epoch
         )
         return Grant(lease.lease_id, rows, expires)
 
@@ -405,18 +399,6 @@ class SnapshotIndex:
                 break
             slots.append(slot)
         return slots
-
-    def _within_share(self, slots: Sequence[int], reader: str | None) -> int:
-        """How many of ``slots``, from the first on, ``reader`` may lease."""
-        if reader is None:
-            return len(slots)
-        left = list(self._book.allowance(reader))
-        for position, slot in enumerate(slots):
-            tier = self._table.tier(slot)
-            left[tier] -= 1
-            if left[tier] < 0:
-                return position
-        return len(slots)
 
     def _counters(self) -> Counters:
         table = self._table

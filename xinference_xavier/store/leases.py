@@ -8,15 +8,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xinference_xavier.store.jobs import Tier
-
 _IDLE_ENTRIES = 64
 """Deadlines of ended leases that may pile up before the heap is rebuilt."""
 
 
 @dataclass(slots=True)
 class Lease:
-    """``slots`` are the index's slot numbers in key order; ``blocks`` counts them per tier.
+    """``slots`` are the index's slot numbers in key order.
 
     ``reader`` is None for the replica itself. ``epoch`` is the content epoch it was given in.
     """
@@ -25,24 +23,24 @@ class Lease:
     reader: str | None
     request: str
     slots: list[int]
-    blocks: tuple[int, int]
     expires: float
     epoch: int
 
 
 class LeaseBook:
-    """All live leases, and each reader's share of each tier.
+    """All live leases, and each reader's share of the store.
 
-    ``reader_share`` is the part of a tier's capacity, in (0, 1], that one reader may lease, and
-    at least one block of a tier that has any.
+    ``reader_share`` is the part of the store's ``capacity`` (blocks, both tiers), in (0, 1], that
+    one reader may lease, and at least one block. It is not counted per tier: the start of a long
+    prefix is in the device tier, and a small device budget would cut every such grant there.
     """
 
-    def __init__(self, capacities: tuple[int, int], reader_share: float) -> None:
+    def __init__(self, capacity: int, reader_share: float) -> None:
         if not 0 < reader_share <= 1:
             raise ValueError(f"reader_share is {reader_share}, must be in (0, 1]")
-        self._limits = [max(1, math.floor(capacity * reader_share)) for capacity in capacities]
+        self._limit = max(1, math.floor(capacity * reader_share))
         self._leases: dict[int, Lease] = {}
-        self._shares: dict[str, list[int]] = {}
+        self._shares: dict[str, int] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._last_id = 0
 
@@ -53,18 +51,13 @@ class LeaseBook:
         """All leases that have not ended."""
         return list(self._leases.values())
 
-    def allowance(self, reader: str | None) -> tuple[float, float]:
-        """How many more blocks of each tier ``reader`` may lease; no limit for the replica."""
-        if reader is None:
-            return (math.inf, math.inf)
-        used = self._shares.get(reader, (0, 0))
-        device, host = (limit - have for limit, have in zip(self._limits, used, strict=True))
-        return (device, host)
+    def allowance(self, reader: str | None) -> int | None:
+        """How many more blocks ``reader`` may lease; None, no limit, for the replica itself."""
+        return None if reader is None else self._limit - self._shares.get(reader, 0)
 
     def open(
         self,
         slots: Sequence[int],
-        blocks: tuple[int, int],
         *,
         reader: str | None,
         request: str,
@@ -73,13 +66,11 @@ class LeaseBook:
     ) -> Lease:
         """Enter a new lease."""
         self._last_id += 1
-        lease = Lease(self._last_id, reader, request, list(slots), blocks, expires, epoch)
+        lease = Lease(self._last_id, reader, request, list(slots), expires, epoch)
         self._leases[lease.lease_id] = lease
         heapq.heappush(self._deadlines, (expires, lease.lease_id))
         if reader is not None:
-            share = self._shares.setdefault(reader, [0, 0])
-            for tier in Tier:
-                share[tier] += blocks[tier]
+            self._shares[reader] = self._shares.get(reader, 0) + len(slots)
         return lease
 
     def renew(self, lease_id: int, expires: float) -> bool:
@@ -96,10 +87,8 @@ class LeaseBook:
         if lease is None:
             return None
         if lease.reader is not None:
-            share = self._shares[lease.reader]
-            for tier in Tier:
-                share[tier] -= lease.blocks[tier]
-            if not any(share):
+            self._shares[lease.reader] -= len(lease.slots)
+            if not self._shares[lease.reader]:
                 del self._shares[lease.reader]
         if len(self._deadlines) > 2 * len(self._leases) + _IDLE_ENTRIES:
             self._deadlines = [(live.expires, live.lease_id) for live in self._leases.values()]
@@ -124,21 +113,16 @@ class LeaseBook:
 
     def contradiction(self) -> str | None:
         """What is wrong with the book, or None."""
-        shares: dict[str, list[int]] = {}
+        shares: dict[str, int] = {}
         for lease in self._leases.values():
-            if sum(lease.blocks) != len(lease.slots) or not lease.slots:
-                return (
-                    f"lease {lease.lease_id} of request {lease.request!r} counts {lease.blocks} "
-                    f"for {len(lease.slots)} slots"
-                )
+            if not lease.slots:
+                return f"lease {lease.lease_id} of request {lease.request!r} has no slots"
             if lease.reader is not None:
-                share = shares.setdefault(lease.reader, [0, 0])
-                for tier in Tier:
-                    share[tier] += lease.blocks[tier]
+                shares[lease.reader] = shares.get(lease.reader, 0) + len(lease.slots)
         if shares != self._shares:
             return f"the leases add up to the shares {shares}, the book has {self._shares}"
         for reader, share in shares.items():
-            if any(have > limit for have, limit in zip(share, self._limits, strict=True)):
-                return f"reader {reader!r} leases {share}, more than its share {self._limits}"
+            if share > self._limit:
+                return f"reader {reader!r} leases {share}, more than its share {self._limit}"
         without = set(self._leases) - {lease_id for _, lease_id in self._deadlines}
         return f"leases {sorted(without)} have no deadline" if without else None

@@ -109,7 +109,7 @@ class Totals:
     reaped: int = 0
     """Leases that ran out."""
     share_cuts: int = 0
-    """Grants cut short because the reader held its share of a tier."""
+    """Grants cut short because the reader held its share of the store."""
 
 
 @dataclass(frozen=True, slots=True)
