@@ -7,16 +7,20 @@ Nothing here asserts a time.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from xinference_xavier import cli
-from xinference_xavier.bench import builtin, cold, store, warm
+from xinference_xavier.bench import builtin, cold, sharing, store, warm
 from xinference_xavier.bench.blocks import BLOCK_BYTES
-from xinference_xavier.bench.engines import Completion
+from xinference_xavier.bench.engines import Completion, wait_ended
 from xinference_xavier.bench.models import QWEN_KV
 from xinference_xavier.bench.prompts import unique_text
 from xinference_xavier.bench.report import shown
@@ -263,12 +267,39 @@ def test_cold_prefill_is_judged_by_the_paired_ratio(
     assert found["arms"]["plain"]["first_ttft_s"] == 9.0
 
 
+def test_engines_rest_before_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "REST_S", 1e-3)
+
+    class Spinning:
+        used = iter([5.0, 6.0, 7.0, 7.0, 8.0])
+
+        def cpu_seconds(self) -> float:
+            return next(self.used)
+
+    engine = Spinning()
+    sharing.rest([engine])
+    assert next(engine.used) == 8.0
+
+
 # --- what they share ----------------------------------------------------------------------------
 
 
 def test_the_model_s_kv_cache_is_as_large_as_the_reference_model_s() -> None:
     assert QWEN_KV.token_bytes(4) == 24_576
     assert BLOCK_BYTES == 196_608
+
+
+def test_a_process_that_nobody_has_reaped_has_ended() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    running = subprocess.Popen(["sleep", "60"])
+    try:
+        runs = psutil.Process(running.pid)
+        assert wait_ended([psutil.Process(ended.pid), runs], timeout_s=0) == [runs]
+    finally:
+        running.kill()
+        running.wait()
+        ended.wait()
 
 
 def test_prompts_have_their_length_and_share_no_block() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from xinference_xavier.cli import main
 from xinference_xavier.demo import main as demo
 from xinference_xavier.demo.answers import Answer, Token
 from xinference_xavier.demo.judge import (
+    DRAINED,
     EMPTY,
     Part,
     Shutdown,
@@ -29,6 +30,7 @@ from xinference_xavier.demo.judge import (
 from xinference_xavier.demo.replicas import Replicas, Served, ask
 from xinference_xavier.demo.report import outcome, show
 from xinference_xavier.demo.server import DemoError
+from xinference_xavier.store.index import SnapshotIndex
 
 KEYS = (
     "cold_ttft_s", "remote_hit_ttft_s", "local_hit_ttft_s", "loaded_tokens", "transport",
@@ -84,7 +86,8 @@ LOCAL = served("m-rep1", cached=1664, ttft=0.2)
 OVERFLOW = served("m-rep1", "Some water", loaded={"peer_device": 64, "peer_host": 1600})
 RESTORED = served("m-rep0", loaded={"own_device": 1664})
 CONTROL = answer(cached=1664)
-CLOSED = {**dict.fromkeys(EMPTY, 0), "state": "closed", "drained": True, "reached": {"leases": 3}}
+REACHED = {**dict.fromkeys(DRAINED, 0), "device_blocks": 42, "host_blocks": 7}
+CLOSED = {**dict.fromkeys(EMPTY, 0), "state": "closed", "drained": True, "reached": REACHED}
 SHUTDOWN = Shutdown(
     ["m-rep0", "m-rep1"],
     [{"replica": name, "counters": CLOSED} for name in ("m-rep0", "m-rep1")],
@@ -180,6 +183,44 @@ def test_a_counter_that_is_not_zero_after_close_is_a_problem(counter: str) -> No
     report = {"replica": "m-rep0", "counters": {**CLOSED, counter: 2}}
     part = judge_shutdown(replace(SHUTDOWN, reports=[report, SHUTDOWN.reports[1]]))
     assert part.problems == [f"m-rep0 closed with {counter} = 2"]
+
+
+@pytest.mark.parametrize("counter", DRAINED)
+def test_what_a_drained_store_still_held_before_it_was_cleared_is_a_problem(counter: str) -> None:
+    leaky = {**CLOSED, "reached": {**REACHED, counter: 3}}
+    reports = [SHUTDOWN.reports[0], {"replica": "m-rep1", "counters": leaky}]
+    part = judge_shutdown(replace(SHUTDOWN, reports=reports))
+    assert part.problems == [f"m-rep1 was drained, and cleared with {counter} = 3"]
+    assert "of leases and copies 11 of 12 were" in part.shown
+
+
+def test_a_drained_store_that_does_not_say_what_it_held_is_a_problem() -> None:
+    silent = {name: CLOSED[name] for name in CLOSED if name != "reached"}
+    reports = [SHUTDOWN.reports[0], {"replica": "m-rep1", "counters": silent}]
+    problems = judge_shutdown(replace(SHUTDOWN, reports=reports)).problems
+    assert problems == [f"m-rep1 was drained, and cleared with {name} = None" for name in DRAINED]
+
+
+def test_the_counters_of_a_real_store_are_judged_and_a_leaked_lease_fails() -> None:
+    def closed(*, leak: bool) -> dict[str, Any]:
+        index = SnapshotIndex(device_slots=2, host_slots=2, spare_slots=1)
+        key = bytes(32)
+        index.commit(index.admit([(key, 0)]).job_id)
+        grant = index.acquire([key], reader="m-rep1", request="r", now=0.0, duration=9.0)
+        if not leak:
+            index.release(grant.lease_id)
+        others = {"pinned_blocks": 0, "load_jobs": 0, "quarantined": 0, "drained": True}
+        return {**others, **asdict(index.close())}
+
+    def judged(counters: dict[str, Any]) -> Part:
+        reports = [SHUTDOWN.reports[1], {"replica": "m-rep0", "counters": counters}]
+        return judge_shutdown(replace(SHUTDOWN, reports=reports))
+
+    assert judged(closed(leak=False)).problems == []
+    assert judged(closed(leak=True)).problems == [
+        "m-rep0 was drained, and cleared with leases = 1",
+        "m-rep0 was drained, and cleared with leased_blocks = 1",
+    ]
 
 
 def test_missing_counters_missing_reports_and_leftovers_are_problems() -> None:

@@ -87,7 +87,11 @@ LAUNCHES: list[tuple[dict[str, object], str]] = [
     ({"peft_model_config": {"lora_list": ["a"]}}, "peft_model_config="),
     ({"enable_lora": "true"}, "enable_lora='true'"),
     ({"speculative_config": {"method": "ngram"}}, "speculative_config="),
+    ({"enable_mtp": True}, "enable_mtp=True"),
+    ({"draft_model_path": "/draft"}, "draft_model_path='/draft'"),
     ({"enable_sleep_mode": True}, "enable_sleep_mode=True"),
+    ({"enable_weight_cache": True}, "enable_weight_cache=True"),
+    ({"prefix_caching_hash_algo": "sha256"}, "prefix_caching_hash_algo=sha256"),
     (
         {"replica_config": [{"role": "prefill"}, {"role": "decode"}]},
         "replica_config[0].role=prefill",
@@ -96,6 +100,9 @@ LAUNCHES: list[tuple[dict[str, object], str]] = [
     ({"kv_transfer_config": {"kv_connector": "X"}}, "kv_transfer_config="),
     ({"kv_offloading_size": 4}, "kv_offloading_size=4"),
     ({"xavier_cache_backend": "lmcache"}, "xavier_cache_backend='lmcache'"),
+    ({"transfer_backend_type": "nixl"}, "transfer_backend_type='nixl'"),
+    ({"_nixl_config": {"role": "decode"}}, "_nixl_config={"),
+    ({"_xavier_cache_config": {"backend": "x"}}, "_xavier_cache_config={"),
 ]
 
 
@@ -123,6 +130,8 @@ def test_every_launch_refusal_of_the_table_can_happen() -> None:
         {"tensor_parallel_size": "auto"},
         {"enable_lora": "false", "speculative_config": None, "kv_offloading_size": 0},
         {"enable_prefix_caching": True, "peft_model_config": {}},
+        {"prefix_caching_hash_algo": None, "enable_weight_cache": "false"},
+        {"prefix_caching_hash_algo": "sha256_cbor"},
         {"replica_config": [{"role": "hybrid"}, {}]},
         {"replica_config": "[]"},
     ],

@@ -151,6 +151,16 @@ def _set_off(name: str) -> _LaunchTest:
     return lambda options: f"{name}={options[name]}" if _is_off(options.get(name)) else None
 
 
+def _given_other(name: str, wanted: str) -> _LaunchTest:
+    """Return a test for a launch option that is given and says something else."""
+
+    def test(options: Mapping[str, object]) -> str | None:
+        value = options.get(name)
+        return f"{name}={value}" if value and value != wanted else None
+
+    return test
+
+
 def _is_off(value: object) -> bool:
     return str(value).strip().lower() in ("false", "0")
 
@@ -201,6 +211,12 @@ FEATURES: Final[tuple[Feature, ...]] = (
         "kv_load_failure_policy",
         _S,
         "the connector sets recompute: a failed load costs time, never the request",
+    ),
+    Feature(
+        "resetting the prefix cache of a running engine",
+        _S,
+        "clears this replica's tiers too; vLLM refuses it while a block is in use, which a save "
+        "in flight counts as: ask again, saves end in milliseconds",
     ),
     Feature("one replica", _S, "its evicted prefixes are restored from its own tiers"),
     Feature("replicas on different hosts", _S, "over NIXL or xoscar"),
@@ -289,6 +305,7 @@ FEATURES: Final[tuple[Feature, ...]] = (
         "two processes must name the same block alike, and nobody must be able to forge a name",
         f"set prefix_caching_hash_algo={HASH_ALGORITHM}",
         in_engine=_differs("hash_algorithm", HASH_ALGORITHM, "prefix_caching_hash_algo"),
+        in_launch=_given_other("prefix_caching_hash_algo", HASH_ALGORITHM),
     ),
     Feature(
         "hybrid models, and others with several KV cache groups",
@@ -347,7 +364,9 @@ FEATURES: Final[tuple[Feature, ...]] = (
         "the draft's cache, and tokens that are taken back, are not yet tested",
         "launch without it",
         in_engine=_switched_on("speculative", "a speculative configuration"),
-        in_launch=_given("speculative_config", "spec_method", "spec_model"),
+        in_launch=_given(
+            "speculative_config", "spec_method", "spec_model", "enable_mtp", "draft_model_path"
+        ),
     ),
     Feature(
         "sleep mode",
@@ -356,6 +375,13 @@ FEATURES: Final[tuple[Feature, ...]] = (
         "leave enable_sleep_mode off",
         in_engine=_switched_on("sleep_mode", "enable_sleep_mode=True"),
         in_launch=_given("enable_sleep_mode"),
+    ),
+    Feature(
+        "Xinference's weight cache",
+        _R,
+        "it changes weights in a running engine, under blocks that are shared",
+        "leave enable_weight_cache off",
+        in_launch=_given("enable_weight_cache"),
     ),
     Feature(
         "prefill and decode roles",
@@ -376,6 +402,10 @@ FEATURES: Final[tuple[Feature, ...]] = (
             "xavier_cache_backend",
             "xavier_cache_backend_config",
             "vllm_transfer_backend_type",
+            "transfer_backend_type",
+            # How Xinference hands its own ones to a model's class.
+            "_nixl_config",
+            "_xavier_cache_config",
         ),
     ),
     Feature(

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the reason of a refused engine start reaches whoever launched it.
+"""What an engine tells whoever launched it: why it did not start, and where its peer is.
 
 vLLM's engine runs in child processes, and when one of them fails its parent only learns "see the
 root cause above". So the launcher opens a *note*, an anonymous file that its children find
 through an environment variable, and a connector that refuses to start writes its reason there.
-The note has no name in any file system and ends with the launcher's process (R13).
+One that does start writes the address of its peer, for a launcher that wants to close it while
+the directory does not answer. The note has no name in any file system and ends with the
+launcher's process (R13). Each of its lines is a kind, a space and a text.
 
 The engine must end with that process too, even with one that was killed: vLLM's engine process
 does not notice, and would go on as a member of the group beside the replica that takes its place.
@@ -28,7 +30,11 @@ ENVIRONMENT: Final = "XINFERENCE_XAVIER_LAUNCH_NOTE"
 """Environment variable with the note's path, valid as long as the launcher lives."""
 
 LONGEST: Final = 4096
-"""Most bytes of a note that are read."""
+"""Most bytes of a line's text; what is longer is cut."""
+
+REASON: Final = "reason"
+PEER: Final = "peer"
+"""Kinds of lines."""
 
 END_AFTER_S: Final = 10.0
 """How long an engine that lost its launcher may take to end by itself, in seconds."""
@@ -43,12 +49,21 @@ class LaunchNote:
         self._fd: int | None = os.memfd_create("xinference-xavier-note", os.MFD_CLOEXEC)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
-    def read(self) -> str | None:
-        """Return the first reason that was written, or None."""
+    def reason(self) -> str | None:
+        """Return the first reason that was written, or None: what follows are consequences."""
+        return next(iter(self._texts(REASON)), None)
+
+    def peer(self) -> str | None:
+        """Return the address ("host:port") of the engine's peer that was written last, or None."""
+        return next(reversed(self._texts(PEER)), None)
+
+    def _texts(self, kind: str) -> list[str]:
+        """Return the texts of all lines of a kind, in the order in which they were written."""
         if self._fd is None:
-            return None
-        text = os.pread(self._fd, LONGEST, 0).decode("utf-8", "replace").strip()
-        return text.splitlines()[0] if text else None
+            return []
+        written = os.pread(self._fd, os.fstat(self._fd).st_size, 0).decode("utf-8", "replace")
+        lines = (line.partition(" ") for line in written.split("\n"))
+        return [text for found, _, text in lines if found == kind]
 
     def close(self) -> None:
         """Forget the note."""
@@ -59,17 +74,26 @@ class LaunchNote:
 
 def write_reason(reason: str) -> None:
     """Append ``reason`` to the launcher's note, where there is one. Never raises."""
+    _append(REASON, reason)
+
+
+def write_peer(address: str) -> None:
+    """Append the peer's address to the launcher's note, where there is one. Never raises."""
+    _append(PEER, address)
+
+
+def _append(kind: str, text: str) -> None:
     path = os.environ.get(ENVIRONMENT)
     if not path:
         return
-    line = " ".join(reason.split()) + "\n"
+    line = kind.encode() + b" " + " ".join(text.split()).encode()[:LONGEST] + b"\n"
     try:
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     except OSError as error:
         logger.warning("cannot write the launch note %s: %s", path, error)
         return
     with suppress(OSError):
-        os.write(fd, line.encode())
+        os.write(fd, line)
     os.close(fd)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+from xinference_xavier.control.messages import MemberInfo
 from xinference_xavier.control.mirror import Mirror
 from xinference_xavier.control.runtime import ControlRuntime, Timing, run_directory
 from xinference_xavier.store.index import SnapshotIndex
@@ -105,6 +106,12 @@ class Replica:
     def leases(self) -> int:
         return self.index.counters().leases
 
+    def members(self) -> dict[int, MemberInfo]:
+        """Return the other members by number."""
+        numbers = [peer["number"] for peer in self.runtime.status()["peers"]]
+        infos = {number: self.runtime.member_info(number) for number in numbers}
+        return {number: info for number, info in infos.items() if info is not None}
+
     def sees(self, start: int, end: int) -> int:
         """Return the usable member said to hold all of the keys, 0 if there is none."""
         found = self.mirror.longest(keys(start, end), 0, self.runtime.usable_mask())
@@ -120,8 +127,8 @@ def _serve_replica(pipe: Connection, name: str, directory: str, timing: Timing) 
         pipe.send(getattr(replica, method)(*args))
 
 
-def _serve_directory(pipe: Connection, port: int) -> None:
-    run_directory("127.0.0.1", port, pipe.send)
+def serve_directory(pipe: Connection, port: int, host: str = "127.0.0.1") -> None:
+    run_directory(host, port, pipe.send)
 
 
 class RemoteProcess:
@@ -154,7 +161,7 @@ class Cluster:
         self._stack = stack
 
     def directory(self, port: int = 0) -> RemoteProcess:
-        return self._keep(RemoteProcess(_serve_directory, port))
+        return self._keep(RemoteProcess(serve_directory, port))
 
     def remote(self, name: str, directory: str, timing: Timing = QUICK) -> RemoteProcess:
         return self._keep(RemoteProcess(_serve_replica, name, directory, timing))

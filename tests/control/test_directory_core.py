@@ -92,7 +92,7 @@ class Replica:
             elif isinstance(event, Delta):
                 self.mirror.apply(event.members, event.added, event.removed)
             else:
-                self.mirror.remove_member(event.number)
+                list(self.mirror.removing_member(event.number))
                 if isinstance(event, MemberGone):
                     del self.others[event.number]
         moved = update.cursor != self.cursor

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 
-from xinference_xavier.control.breaker import Breaker
+from xinference_xavier.control.breaker import FAILURES_TO_OPEN, Breaker, BreakerState, Plane
 from xinference_xavier.control.leases import LeaseKeeper, Peer, Reservation, ReservationState
 from xinference_xavier.control.messages import (
     LeaseGrant,
@@ -33,6 +34,7 @@ class FakePeer:
     answer: Any = field(default_factory=lambda: LeaseGrant(7, pack_rows(ROWS)))
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     alive: bool = True
+    ended: set[int] = field(default_factory=set)
     broken: bool = False
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     renewed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -49,7 +51,7 @@ class FakePeer:
         self.renewed.set()
         if self.broken:
             raise ConnectionError("gone")
-        return [self.alive for _ in args[1]]
+        return [self.alive and lease not in self.ended for lease in args[1]]
 
     async def release(self, *args: Any) -> int:
         self.calls.append(("release", *args))
@@ -61,22 +63,46 @@ class FakePeer:
         return [call for call in self.calls if call[0] == name]
 
 
+class RecordingBreaker(Breaker):
+    """Also notes what it is told of calls."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0, 30.0)
+        self.verdicts: list[str | None] = []
+        self.refusals: list[str] = []
+
+    def success(self, plane: Plane) -> None:
+        assert plane is Plane.CONTROL
+        self.verdicts.append(None)
+        super().success(plane)
+
+    def failure(self, plane: Plane, now: float, reason: str) -> None:
+        assert plane is Plane.CONTROL
+        self.verdicts.append(reason)
+        super().failure(plane, now, reason)
+
+    def trip(self, now: float, reason: str) -> None:
+        self.refusals.append(reason)
+        super().trip(now, reason)
+
+
 class Scene:
     """A keeper and one fake peer."""
 
     def __init__(self) -> None:
-        self.verdicts: list[str | None] = []
-        self.refusals: list[str] = []
+        self.usable: list[bool] = []
+        self.missed: list[bytes] = []
+        self.breaker = RecordingBreaker()
         self.fake = FakePeer()
         self.keeper = LeaseKeeper(
             fingerprint=b"f" * 32,
             reader=lambda: "b:2",
             timing=TIMING,
-            verdict=lambda peer, failure: self.verdicts.append(failure),
-            refused=lambda peer, reason: self.refusals.append(reason),
+            judged=lambda peer: self.usable.append(peer.usable),
+            missed=lambda peer, key: self.missed.append(key),
         )
         info = MemberInfo("a", 11, "a:1", "host", 0.0)
-        self.peer = Peer(3, info, Breaker(1.0, 30.0), ref=self.fake)
+        self.peer = Peer(3, info, self.breaker, ref=self.fake)
 
     async def ask(self) -> Reservation:
         reservation = Reservation(3, "request")
@@ -125,7 +151,7 @@ async def test_a_grant_brings_rows_and_counts_its_life_from_before_it_was_asked(
     ((_, fingerprint, epoch, reader, request, keys, duration),) = s.fake.named("reserve")
     assert (fingerprint, epoch, reader, request) == (b"f" * 32, 11, "b:2", "request")
     assert (unpack_keys(keys), duration) == (KEYS, TIMING.promise_s)
-    assert s.verdicts == [None]
+    assert s.breaker.verdicts == [None]
 
 
 @scene
@@ -223,10 +249,10 @@ async def test_a_failed_renewal_blames_the_peer_and_leaves_the_expiry(s: Scene) 
     await s.quiet()
     await s.turn()
     assert (reservation.state, reservation.expires) == (ReservationState.GRANTED, expires)
-    assert s.verdicts == [None, "gone"]
+    assert s.breaker.verdicts == [None, "gone"]
     s.keeper.release(reservation)
     await s.turn()
-    assert s.verdicts == [None, "gone", "gone"]
+    assert s.breaker.verdicts == [None, "gone", "gone"]
     assert s.keeper.counters["releases failed"] == 1
 
 
@@ -250,7 +276,7 @@ def test_failures_are_told_apart(
         reservation = await s.ask()
         await s.quiet()
         assert (reservation.state, reservation.reason) == (ReservationState.FAILED, reason)
-        assert (s.verdicts, s.refusals) == (verdicts, refusals)
+        assert (s.breaker.verdicts, s.breaker.refusals) == (verdicts, refusals)
         assert s.keeper.held() == 0
 
     run()
@@ -264,3 +290,129 @@ async def test_drain_gives_everything_back_and_waits_for_it(s: Scene) -> None:
     await s.keeper.drain()
     assert s.fake.named("release") == [("release", 11, [7, 8])]
     assert (s.keeper.held(), s.keeper.in_flight()) == (0, 0)
+
+
+@scene
+async def test_a_grant_of_several_leases_is_kept_and_given_back_as_one(s: Scene) -> None:
+    s.fake.answer = LeaseGrant(7, pack_rows(ROWS), (8, 9))
+    reservation = await s.granted()
+    s.keeper.hold(reservation)
+    await s.turn()
+    s.keeper.release(reservation)
+    await s.turn()
+    assert s.fake.named("renew") == [("renew", 11, [7, 8, 9], TIMING.lease_s)]
+    assert s.fake.named("release") == [("release", 11, [7, 8, 9])]
+
+
+@scene
+async def test_of_a_grant_that_lost_one_lease_the_others_go_back(s: Scene) -> None:
+    s.fake.answer = LeaseGrant(7, pack_rows(ROWS), (8, 9))
+    reservation = await s.granted()
+    s.fake.ended = {8}
+    s.keeper.hold(reservation)
+    await s.turn()
+    await s.quiet()
+    assert (reservation.state, reservation.reason) == (ReservationState.FAILED, "lease lost")
+    assert s.fake.named("release") == [("release", 11, [7, 9])]
+    assert s.keeper.held() == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "missed"),
+    [
+        (LeaseGrant(0, b"", missing=True), [KEYS[0]]),
+        (LeaseGrant(7, pack_rows(ROWS), missing=True), [KEYS[2]]),
+        (LeaseGrant(7, pack_rows(ROWS)), []),
+        (LeaseGrant(0, b""), []),
+    ],
+)
+def test_what_the_peer_says_is_missing_is_told(answer: LeaseGrant, missed: list[bytes]) -> None:
+    @scene
+    async def run(s: Scene) -> None:
+        s.fake.answer = answer
+        s.fake.gate.set()
+        await s.ask()
+        await s.quiet()
+        assert s.missed == missed
+
+    run()
+
+
+# -- a peer whose loads failed ---------------------------------------------------------------------
+
+
+def half_open(s: Scene) -> None:
+    for _ in range(FAILURES_TO_OPEN):
+        Breaker.failure(s.breaker, Plane.DATA, 0.0, "generation")
+    s.breaker.probed(True, 0.0)
+
+
+@scene
+async def test_one_reservation_tries_and_the_others_are_turned_away(s: Scene) -> None:
+    half_open(s)
+    trial = await s.ask()
+    assert s.usable == [False]
+    other = await s.ask()
+    assert (other.state, other.reason) == (ReservationState.FAILED, "breaker half-open")
+    assert len(s.fake.named("reserve")) == 1
+    s.fake.gate.set()
+    await s.quiet()
+    assert trial.state is ReservationState.GRANTED
+    assert not s.peer.usable
+
+
+@scene
+async def test_an_open_breaker_lets_no_reservation_through(s: Scene) -> None:
+    s.breaker.trip(0.0, "draining")
+    late = await s.ask()
+    assert (late.state, late.reason) == (ReservationState.FAILED, "breaker open")
+    assert s.fake.calls == []
+
+
+@pytest.mark.parametrize("answer", [LeaseGrant(0, b""), Refused.EPOCH])
+def test_a_trial_without_a_grant_makes_room_for_the_next(answer: Any) -> None:
+    @scene
+    async def run(s: Scene) -> None:
+        half_open(s)
+        s.fake.answer = answer
+        s.fake.gate.set()
+        await s.ask()
+        await s.quiet()
+        assert s.usable[-1]
+        assert s.breaker.state is BreakerState.HALF_OPEN
+
+    run()
+
+
+@scene
+async def test_a_trial_that_is_given_back_without_a_load_makes_room_for_the_next(s: Scene) -> None:
+    half_open(s)
+    trial = await s.granted()
+    assert not s.peer.usable
+    s.keeper.release(trial)
+    assert s.usable[-1]
+
+
+@scene
+async def test_a_trial_whose_load_does_not_begin_in_time_makes_room_for_the_next(s: Scene) -> None:
+    half_open(s)
+    due: list[Callable[[], None]] = []
+    loop = asyncio.get_running_loop()
+    later = loop.call_later
+
+    def call_later(delay: float, call: Callable[..., None], *args: Any, **rest: Any) -> Any:
+        if delay == TIMING.promise_s:
+            due.append(partial(call, *args))
+        return later(delay, call, *args, **rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "call_later", call_later)
+        loading = await s.granted()
+        s.keeper.hold(loading)
+        due.pop()()
+        assert not s.peer.usable
+        s.keeper.release(loading)
+        await s.granted()
+    assert not s.peer.usable
+    due.pop()()
+    assert s.usable[-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing of keys, rows and member sets."""
+"""Packing of keys and rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from xinference_xavier.control.messages import (
     MAX_KEYS,
     Timing,
     chunks,
-    members_of,
     pack_keys,
     pack_rows,
     unpack_keys,
@@ -39,11 +38,6 @@ def test_rows_survive_packing_and_lose_their_enum() -> None:
     unpacked = unpack_rows(pack_rows(rows))
     assert unpacked == rows
     assert {type(row[0]) for row in unpacked} == {int}
-
-
-@given(st.sets(st.integers(1, 200)))
-def test_a_member_set_lists_its_members(numbers: set[int]) -> None:
-    assert list(members_of(sum(1 << number for number in numbers))) == sorted(numbers)
 
 
 def test_chunks_are_complete_and_bounded() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xinference_xavier.control.messages import members_of, pack_keys
+from xinference_xavier.control.messages import pack_keys
 from xinference_xavier.control.mirror import ENTRY_BYTES, Mirror
 
 ALL = (1 << 10) - 1
@@ -86,8 +86,8 @@ def test_a_removed_block_stays_with_its_other_holders() -> None:
     mirror = mirror_of(m1=range(2), m300=range(2))
     mirror.apply(1 << 300, b"", KEYS[0])
     mirror.apply(1 << 1, b"", KEYS[1])
-    assert list(members_of(mirror.holders(KEYS[0]))) == [1]
-    assert list(members_of(mirror.holders(KEYS[1]))) == [300]
+    assert mirror.holders(KEYS[0]) == 1 << 1
+    assert mirror.holders(KEYS[1]) == 1 << 300
     mirror.apply(1 << 1, b"", KEYS[0])
     assert len(mirror) == 1
 

@@ -18,7 +18,7 @@ from xinference_xavier.control.messages import (
     pack_keys,
     unpack_rows,
 )
-from xinference_xavier.control.peer import PeerActor, PeerState
+from xinference_xavier.control.peer import LEASE_KEYS, PeerActor, PeerState
 from xinference_xavier.store.index import SnapshotIndex
 
 EPOCH = 5
@@ -28,9 +28,15 @@ TIMING = Timing(heartbeat_s=10.0, reap_s=0.001)
 class Source:
     """A peer over a real index of 64 blocks, 20 of them ready."""
 
-    def __init__(self, close_hook: Callable[[float], dict[str, Any]] | None = None) -> None:
-        self.index = SnapshotIndex(device_slots=64, host_slots=0, spare_slots=0)
-        fill(self.index, keys(0, 20))
+    def __init__(
+        self,
+        close_hook: Callable[[float], dict[str, Any]] | None = None,
+        *,
+        slots: int = 64,
+        ready: int = 20,
+    ) -> None:
+        self.index = SnapshotIndex(device_slots=slots, host_slots=8, spare_slots=4)
+        fill(self.index, keys(0, ready))
         self.state = PeerState(
             index=self.index,
             fingerprint=FINGERPRINT,
@@ -176,3 +182,101 @@ def test_a_close_that_failed_is_tried_again() -> None:
         assert await s.actor.close(1.0) == {"done": True}
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+# -- long reservations -----------------------------------------------------------------------------
+
+
+def long_source(close_hook: Callable[[float], dict[str, Any]] | None = None) -> Source:
+    return Source(close_hook, slots=16 * LEASE_KEYS, ready=3 * LEASE_KEYS)
+
+
+def test_a_long_reservation_locks_the_index_for_few_blocks_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        s = long_source()
+        acquire, at_once = s.index.acquire, []
+
+        def watched(run: Any, **options: Any) -> Any:
+            at_once.append(len(run))
+            return acquire(run, **options)
+
+        monkeypatch.setattr(s.index, "acquire", watched)
+        count = 2 * LEASE_KEYS + 5
+        grant = await s.reserve(count)
+        assert at_once == [LEASE_KEYS, LEASE_KEYS, 5]
+        assert [slot for _, slot, _ in unpack_rows(grant.rows)] == list(range(count))
+        leases = [grant.lease_id, *grant.further]
+        assert len(leases) == s.leases() == 3
+        assert await s.actor.renew(EPOCH, leases, 1.0) == [True] * 3
+        assert await s.actor.release(EPOCH, leases) == 3
+        assert s.leases() == 0
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_others_get_their_turn_within_a_long_reservation() -> None:
+    async def run() -> None:
+        s = long_source()
+        long = asyncio.create_task(s.reserve(3 * LEASE_KEYS))
+        await asyncio.sleep(0)
+        assert s.leases() == 1
+        assert isinstance(await s.reserve(1), LeaseGrant)
+        assert len((await long).further) == 2
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_close_cuts_a_long_reservation_short() -> None:
+    async def run() -> None:
+        leave = threading.Event()
+        s = long_source(lambda deadline_s: {"left": leave.wait(30)})
+        long = asyncio.create_task(s.reserve(3 * LEASE_KEYS))
+        closing = asyncio.create_task(s.actor.close(1.0))
+        grant = await long
+        leave.set()
+        await closing
+        assert (len(grant.further), grant.missing) == (0, False)
+        assert len(unpack_rows(grant.rows)) == LEASE_KEYS
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+# -- why a grant is short --------------------------------------------------------------------------
+
+
+@source
+async def test_a_block_that_is_not_here_is_told(s: Source) -> None:
+    s.index = s.state.index = SnapshotIndex(
+        device_slots=64, host_slots=0, spare_slots=0, reader_share=1.0
+    )
+    fill(s.index, keys(0, 20))
+    assert not (await s.reserve(20)).missing
+    assert (await s.reserve(21)).missing
+    s.index.clear()
+    miss = await s.reserve(1)
+    assert (miss.lease_id, miss.rows, miss.missing) == (0, b"", True)
+
+
+@source
+async def test_a_reader_at_its_share_is_not_told_that_blocks_are_missing(s: Source) -> None:
+    share = len(unpack_rows((await s.reserve(20)).rows))
+    assert share < 20
+    beyond = await s.actor.reserve(FINGERPRINT, EPOCH, "b:1", "r", pack_keys(keys(19, 20)), 5.0)
+    assert (beyond.lease_id, beyond.missing) == (0, False)
+    assert s.leases() == 1
+
+
+@source
+async def test_a_block_on_its_way_between_the_tiers_is_not_missing(s: Source) -> None:
+    fill(s.index, keys(20, 64))
+    admission = s.index.admit([(keys(100, 101)[0], 0)])
+    assert len(admission.demotions) == 1
+    everywhere = [
+        await s.actor.reserve(FINGERPRINT, EPOCH, f"{n}:1", "r", k, 5.0)
+        for n, k in enumerate(keys(0, 64))
+    ]
+    assert sum(not grant.lease_id for grant in everywhere) == 1
+    assert not any(grant.missing for grant in everywhere)
+    s.index.commit(admission.job_id)

@@ -18,14 +18,16 @@ from control_harness import (
     PATIENT,
     QUICK,
     Cluster,
+    RemoteProcess,
     Replica,
     cluster,
     eventually,
     key,
     keys,
+    serve_directory,
 )
 
-from xinference_xavier.control.client import directory_ref
+from xinference_xavier.control.client import directory_ref, reach, route_address
 from xinference_xavier.control.messages import MemberInfo
 from xinference_xavier.control.mirror import Mirror
 from xinference_xavier.control.runtime import (
@@ -158,20 +160,86 @@ def test_a_hung_peer_fails_by_the_deadline_and_is_used_again_once_it_answers(
     assert reader.runtime.status()["peers"][0]["breaker"] == "closed"
 
 
-def test_failed_loads_open_the_breaker(group: Cluster) -> None:
+def test_failing_loads_open_the_breaker_though_every_reservation_is_granted(
+    group: Cluster,
+) -> None:
     directory = group.directory()
     timing = replace(PATIENT, breaker_min_s=30.0)
-    group.remote("a", directory.address, timing)
+    source = group.remote("a", directory.address, timing)
     reader = group.local("b", directory.address, timing)
-    mask = eventually(reader.runtime.usable_mask)
-    number = mask.bit_length() - 1
-    reader.runtime.report_load(number, False, "generation")
-    reader.runtime.report_load(number, True)
+    source.call("fill", 0, 4)
+    number = eventually(lambda: reader.sees(0, 4))
+    mask = 1 << number
+
+    def load(ok: bool) -> None:
+        reservation = settled(reader.runtime.reserve(number, keys(0, 4), "request"))
+        assert reservation.state is GRANTED
+        reader.runtime.hold(reservation)
+        reader.runtime.report_load(number, ok, None if ok else "generation")
+        reader.runtime.release(reservation)
+
+    load(False)
+    load(True)
     for _ in range(3):
         assert reader.runtime.usable_mask() == mask
+        load(False)
+    eventually(lambda: reader.runtime.usable_mask() == 0)
+    (peer,) = reader.runtime.status()["peers"]
+    assert (peer["breaker"], peer["reason"]) == ("open", "generation")
+
+
+def test_after_failed_loads_one_load_at_a_time_tries_until_one_is_good(group: Cluster) -> None:
+    directory = group.directory()
+    timing = replace(PATIENT, breaker_min_s=0.02, promise_s=8.0)
+    source = group.remote("a", directory.address, timing)
+    reader = group.local("b", directory.address, timing)
+    source.call("fill", 0, 4)
+    number = eventually(lambda: reader.sees(0, 4))
+
+    def reserve() -> Reservation:
+        return settled(reader.runtime.reserve(number, keys(0, 4), "request"))
+
+    def breaker() -> str:
+        return str(reader.runtime.status()["peers"][0]["breaker"])
+
+    for _ in range(3):
         reader.runtime.report_load(number, False, "generation")
     eventually(lambda: reader.runtime.usable_mask() == 0)
-    assert reader.runtime.status()["peers"][0]["reason"] == "generation"
+    eventually(reader.runtime.usable_mask)
+    assert breaker() == "half-open"
+
+    trial = reserve()
+    assert trial.state is GRANTED
+    assert reader.runtime.usable_mask() == 0
+    assert reserve().reason == "breaker half-open"
+    reader.runtime.release(trial)
+    eventually(reader.runtime.usable_mask)
+    assert breaker() == "half-open"
+
+    trial = reserve()
+    reader.runtime.report_load(number, True)
+    reader.runtime.release(trial)
+    eventually(lambda: breaker() == "closed")
+    assert [reserve().state, reserve().state] == [GRANTED, GRANTED]
+
+
+def test_a_hint_that_the_member_denies_is_dropped_and_a_later_change_brings_it_back(
+    group: Cluster,
+) -> None:
+    directory = group.directory()
+    source = group.remote("a", directory.address, PATIENT)
+    reader = group.local("b", directory.address, PATIENT)
+    source.call("fill", 0, 2)
+    number = eventually(lambda: reader.sees(0, 2))
+    reader.mirror.apply(1 << number, b"".join(keys(2, 4)), b"")
+    assert reader.sees(0, 4) == number
+
+    assert len(settled(reader.runtime.reserve(number, keys(0, 4), "request")).rows) == 2
+    eventually(lambda: not reader.mirror.holders(key(2)))
+    assert reader.sees(0, 2) == number
+    assert reader.mirror.holders(key(3)) == 1 << number
+    source.call("fill", 2, 3)
+    eventually(lambda: reader.sees(0, 3))
 
 
 # -- membership ------------------------------------------------------------------------------------
@@ -210,7 +278,7 @@ def test_a_replica_that_joins_late_sees_everything(group: Cluster) -> None:
     second.call("fill", 20, 50)
     late = group.local("c", directory.address, PATIENT)
     one, two = eventually(lambda: late.sees(0, 30)), eventually(lambda: late.sees(20, 50))
-    assert {late.runtime.members()[one].name, late.runtime.members()[two].name} == {"a", "b"}
+    assert {late.members()[one].name, late.members()[two].name} == {"a", "b"}
     assert late.mirror.holders(key(25)) == 1 << one | 1 << two
     listed = asyncio.run(directory_members(directory.address, NAMESPACE))
     assert sorted(info.name for _, _, info in listed) == ["a", "b", "c"]
@@ -224,7 +292,7 @@ def test_a_killed_replica_goes_with_all_its_blocks(group: Cluster) -> None:
     source.call("fill", 0, 20)
     eventually(lambda: reader.sees(0, 20))
     source.kill()
-    eventually(lambda: not reader.runtime.members())
+    eventually(lambda: not reader.members())
     assert reader.runtime.usable_mask() == 0
     eventually(lambda: len(reader.mirror) == 0)
 
@@ -233,10 +301,10 @@ def test_a_replica_that_closes_leaves_at_once(group: Cluster) -> None:
     directory = group.directory()
     source = group.local("a", directory.address, PATIENT)
     reader = group.local("b", directory.address, PATIENT)
-    eventually(reader.runtime.members)
+    eventually(reader.members)
     source.runtime.close()
     source.runtime.close()
-    eventually(lambda: not reader.runtime.members())
+    eventually(lambda: not reader.members())
     late = source.runtime.reserve(1, keys(0, 1), "request")
     assert (late.state, late.reason) == (FAILED, "closed")
     source.runtime.publish(keys(0, 1), [])
@@ -249,9 +317,9 @@ def test_a_replica_that_leaves_is_gone_at_once_and_stays_out_but_still_answers(
     directory = group.directory()
     other = group.local("a", directory.address, PATIENT)
     leaver = group.local("b", directory.address, PATIENT)
-    eventually(lambda: len(other.runtime.members()) == 1)
+    eventually(lambda: len(other.members()) == 1)
     leaver.runtime.leave()
-    eventually(lambda: not other.runtime.members())
+    eventually(lambda: not other.members())
     assert isinstance(call(leaver.runtime.address, "describe"), dict)
     leaver.runtime.leave()
     assert asyncio.run(directory_members(directory.address, NAMESPACE))[0][2].name == "a"
@@ -276,12 +344,12 @@ def test_a_replica_that_slept_too_long_rejoins_with_a_new_epoch_and_all_its_bloc
     reader = group.local("b", directory.address)
     source.call("fill", 0, 20)
     eventually(lambda: reader.sees(0, 20))
-    (before,) = reader.runtime.members().values()
+    (before,) = reader.members().values()
     source.signal(signal.SIGSTOP)
-    eventually(lambda: not reader.runtime.members())
+    eventually(lambda: not reader.members())
     source.signal(signal.SIGCONT)
     number = eventually(lambda: reader.sees(0, 20))
-    after = reader.runtime.members()[number]
+    after = reader.members()[number]
     assert (after.name, after.address) == (before.name, before.address)
     assert after.epoch != before.epoch
 
@@ -296,7 +364,7 @@ def test_a_restarted_replica_replaces_its_former_life_at_once(group: Cluster) ->
     latter = group.remote("a", directory.address, PATIENT)
     latter.call("fill", 30, 40)
     eventually(lambda: reader.sees(30, 40))
-    assert [info.address for info in reader.runtime.members().values()] == [latter.address]
+    assert [info.address for info in reader.members().values()] == [latter.address]
     assert reader.mirror.holders(key(0)) == 0
 
 
@@ -355,7 +423,7 @@ def test_a_host_that_swallows_packets_delays_nobody_else(group: Cluster) -> None
 
 
 def number_of(replica: Replica, name: str) -> int:
-    members = replica.runtime.members().items()
+    members = replica.members().items()
     return next((number for number, info in members if info.name == name), 0)
 
 
@@ -386,7 +454,7 @@ def test_replicas_of_another_fingerprint_are_strangers(group: Cluster) -> None:
     try:
         eventually(lambda: stranger.member_number)
         eventually(lambda: len(asyncio.run(directory_members(directory.address, NAMESPACE))) == 2)
-        assert stranger.members() == {}
+        assert stranger.status()["peers"] == []
     finally:
         stranger.close()
 
@@ -468,6 +536,34 @@ def test_an_address_of_another_machine_is_refused_with_the_option_to_change() ->
 def test_a_directory_without_a_route_is_refused_with_the_option_to_change() -> None:
     with pytest.raises(ValueError, match=r"xavier_directory='nonsense'.*xavier_host"):
         make_runtime(host=None, directory="nonsense")
+
+
+@pytest.fixture
+def v6_listener() -> Iterator[str]:
+    """ "[host]:port" of something that listens on IPv6."""
+    try:
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    with listener:
+        yield f"[::1]:{listener.getsockname()[1]}"
+
+
+def test_an_ipv6_directory_is_written_in_brackets(v6_listener: str) -> None:
+    assert route_address(v6_listener) == "::1"
+    asyncio.run(reach(v6_listener, 5.0))
+
+
+def test_a_group_meets_over_ipv6(v6_listener: str) -> None:
+    with contextlib.ExitStack() as stack:
+        directory = RemoteProcess(serve_directory, 0, "::1")
+        stack.callback(directory.kill)
+        port = directory.address.rpartition(":")[2]
+        runtime = make_runtime(host="[::1]", directory=f"[::1]:{port}", timing=PATIENT)
+        stack.callback(runtime.close)
+        runtime.start()
+        eventually(lambda: runtime.member_number)
+        assert call(f"[::1]:{runtime.address.rpartition(':')[2]}", "describe") == {}
 
 
 def test_a_lost_directory_delays_neither_start_nor_close() -> None:

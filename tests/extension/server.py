@@ -17,6 +17,8 @@ import psutil
 import requests
 from xinference.client import Client
 
+from xinference_xavier.bench.engines import wait_ended
+
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 MODEL_NAME = "random-llama"
@@ -125,13 +127,12 @@ class XinferenceServer:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
-        _, alive = psutil.wait_procs(known, timeout=10)
         left = []
-        for process in alive:
+        for process in wait_ended(known, timeout_s=10):
             try:
                 left.append(" ".join(process.cmdline()))
                 process.kill()
-            except psutil.NoSuchProcess:  # gone, or a zombie that nobody has waited for
+            except psutil.NoSuchProcess:  # it ended just now
                 continue
         return left
 

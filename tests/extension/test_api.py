@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,8 @@ class Stock:
     stored: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
     closed: list[dict[str, Any]] = field(default_factory=list)
     address: str = "127.0.0.1:1"
+    ready: list[str] = field(default_factory=list)
+    starting: list[str] = field(default_factory=list)
 
     async def launch_model(self, request: Request, wait_ready: bool) -> JSONResponse:
         self.launched.append((await request.json(), wait_ready))
@@ -48,6 +51,12 @@ class Stock:
 
     async def is_local_deployment(self) -> bool:
         return self.local
+
+    async def get_replica_statuses(self, model_uid: str) -> list[dict[str, Any]]:
+        assert model_uid == "m"
+        found = [("READY", name) for name in self.ready]
+        found += [("CREATING", name) for name in self.starting]
+        return [{"replica_model_uid": name, "status": status} for status, name in found]
 
     async def call_extension(self, name: str, operation: str, payload: dict[str, Any]) -> Any:
         assert (name, operation) == ("xinference-xavier", "final_reports")
@@ -186,6 +195,14 @@ def test_a_bad_stored_launch_is_refused_when_it_is_stored(client: TestClient, st
     assert stock.stored == []
 
 
+def directory_of(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    async def members(address: str, namespace: str) -> list[Any]:
+        assert (address, namespace) == ("127.0.0.1:1", "m")
+        return [member(name) for name in names]
+
+    monkeypatch.setattr(api, "directory_members", members)
+
+
 def member(name: str) -> tuple[bytes, int, MemberInfo]:
     return (b"f", 1, MemberInfo(name, 7, f"{name}:1", "host", 0.0))
 
@@ -195,9 +212,7 @@ def test_the_status_describes_every_replica_and_what_closed_ones_left(
 ) -> None:
     stock.closed = [{"model_uid": "m", "replica": "m-rep9"}, {"model_uid": "other"}]
 
-    async def members(address: str, namespace: str) -> list[Any]:
-        assert (address, namespace) == ("127.0.0.1:1", "m")
-        return [member("m-rep1"), member("m-rep0")]
+    directory_of(monkeypatch, "m-rep1", "m-rep0")
 
     async def call(address: str, method: str, *, timeout_s: float) -> dict[str, Any]:
         assert method == "describe"
@@ -205,7 +220,6 @@ def test_the_status_describes_every_replica_and_what_closed_ones_left(
             raise TimeoutError("no answer within 3 s")
         return {"blocks": 5}
 
-    monkeypatch.setattr(api, "directory_members", members)
     monkeypatch.setattr(api, "peer_call", call)
     assert client.get("/v1/xavier/models/m").json() == {
         "model_uid": "m",
@@ -215,6 +229,20 @@ def test_the_status_describes_every_replica_and_what_closed_ones_left(
         ],
         "closed": [{"model_uid": "m", "replica": "m-rep9"}],
     }
+
+
+def test_clearing_asks_for_the_scope_of_stopping_a_model(
+    stock: Stock, stores: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory_of(monkeypatch, "m-rep0")
+    stores.update({"m-rep0:1": {"cleared": True}})
+
+    async def auth(scopes: SecurityScopes) -> str:
+        if "models:write" in scopes.scopes:
+            raise HTTPException(403, "no")
+        return "someone"
+
+    assert client_of(stock, auth).post("/v1/xavier/models/m/clear").status_code == 403
 
 
 def test_a_model_that_is_not_gpu_first_is_not_found(
@@ -227,6 +255,121 @@ def test_a_model_that_is_not_gpu_first_is_not_found(
     answer = client.get("/v1/xavier/models/plain")
     assert answer.status_code == 404
     assert "'plain'" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("path", ["/v1/xavier/models/m", "/v1/xavier/models/m/clear"])
+def test_a_directory_that_does_not_answer_is_named(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    async def silence(address: str, namespace: str) -> list[Any]:
+        raise TimeoutError("no answer within 2 s")
+
+    monkeypatch.setattr(api, "directory_members", silence)
+    answer = client.request("POST" if path.endswith("clear") else "GET", path)
+    assert answer.status_code == 503
+    assert "127.0.0.1:1 does not answer: no answer within 2 s" in answer.json()["detail"]
+
+
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the peer at each address answers; those that are asked meet, or nobody is answered."""
+    answers: dict[str, Any] = {}
+    meeting: list[asyncio.Event] = []
+    waiting: list[str] = []
+
+    async def call(address: str, method: str, *, timeout_s: float) -> dict[str, Any]:
+        assert method == "clear"
+        assert timeout_s > 0
+        if not waiting:
+            meeting.append(asyncio.Event())
+        waiting.append(address)
+        if len(waiting) == len(answers):
+            meeting[0].set()
+        await asyncio.wait_for(meeting[0].wait(), 10)
+        answer = answers[address]
+        if isinstance(answer, Exception):
+            raise answer
+        return dict(answer)
+
+    monkeypatch.setattr(api, "peer_call", call)
+    return answers
+
+
+def test_clearing_a_model_clears_all_its_replicas_at_once(
+    client: TestClient, stock: Stock, stores: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock.ready = ["m-rep0", "m-rep1"]
+    directory_of(monkeypatch, "m-rep1", "m-rep0")
+    stores.update({"m-rep0:1": {"cleared": True}, "m-rep1:1": {"cleared": True}})
+    answer = client.post("/v1/xavier/models/m/clear")
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "model_uid": "m",
+        "complete": True,
+        "replicas": [
+            {"replica": "m-rep0", "address": "m-rep0:1", "cleared": True, "error": None},
+            {"replica": "m-rep1", "address": "m-rep1:1", "cleared": True, "error": None},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (TimeoutError("no answer within 10 s"), "no answer within 10 s"),
+        (ZeroDivisionError(), "ZeroDivisionError"),
+        ({"cleared": False}, "its store is closed"),
+        ({}, "'cleared'"),
+    ],
+)
+def test_a_replica_that_was_not_cleared_is_named_beside_those_that_were(
+    client: TestClient,
+    stock: Stock,
+    stores: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Any,
+    said: str,
+) -> None:
+    stock.ready = ["m-rep0", "m-rep1"]
+    directory_of(monkeypatch, "m-rep0", "m-rep1")
+    stores.update({"m-rep0:1": answer, "m-rep1:1": {"cleared": True}})
+    body = client.post("/v1/xavier/models/m/clear").json()
+    assert body["complete"] is False
+    first, second = body["replicas"]
+    assert (first["replica"], first["cleared"], first["error"]) == ("m-rep0", False, said)
+    assert (second["replica"], second["cleared"], second["error"]) == ("m-rep1", True, None)
+
+
+def test_a_serving_replica_that_the_directory_lost_is_named(
+    client: TestClient, stock: Stock, stores: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock.ready = ["m-rep0", "m-rep1"]
+    stock.starting = ["m-rep2"]
+    directory_of(monkeypatch, "m-rep1")
+    stores.update({"m-rep1:1": {"cleared": True}})
+    body = client.post("/v1/xavier/models/m/clear").json()
+    assert body["complete"] is False
+    assert [replica["replica"] for replica in body["replicas"]] == ["m-rep0", "m-rep1"]
+    assert body["replicas"][0]["error"] == "it is not in the directory"
+    assert body["replicas"][0]["address"] is None
+
+
+def test_there_is_nothing_to_clear_without_members(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory_of(monkeypatch)
+    answer = client.post("/v1/xavier/models/m/clear")
+    assert answer.status_code == 404
+    assert "'m'" in answer.json()["detail"]
+
+
+def test_clearing_is_described_for_clients(client: TestClient) -> None:
+    described = client.get("/openapi.json").json()
+    route = described["paths"]["/v1/xavier/models/{model_uid}/clear"]["post"]
+    schema = route["responses"]["200"]["content"]["application/json"]["schema"]
+    assert schema == {"$ref": "#/components/schemas/ClearedModel"}
+    assert {"404", "503"} <= set(route["responses"])
+    assert "Clear the GPU-first stores" in route["description"]
 
 
 def test_with_authentication_every_route_asks_for_its_scope(stock: Stock) -> None:

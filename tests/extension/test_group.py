@@ -136,6 +136,21 @@ def test_a_replica_describes_its_own_peer(peers: list[Any]) -> None:
     assert peers == [("peer0:1", "describe", (), 3)]
 
 
+def test_a_replica_that_knows_its_peer_asks_no_directory(
+    peers: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def members(address: str, namespace: str, *, timeout_s: float) -> list[Any]:
+        raise AssertionError("the directory was asked")
+
+    monkeypatch.setattr(group, "directory_members", members)
+    asyncio.run(group.describe(deployment(), 3, peer="own:5"))
+    asyncio.run(group.leave(deployment(), 8, peer="own:5"))
+    assert [(address, method) for address, method, *_ in peers] == [
+        ("own:5", "describe"),
+        ("own:5", "close"),
+    ]
+
+
 @pytest.mark.parametrize(
     "place", [{"xavier_member": "m-rep9"}, {"xavier_directory": None}], ids=["gone", "alone"]
 )

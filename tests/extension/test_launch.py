@@ -163,7 +163,10 @@ def test_our_options_without_the_switch_point_to_it() -> None:
         ({"speculative_config": {"method": "ngram"}}, "speculative"),
         ({"enable_mtp": True}, "enable_mtp"),
         ({"draft_model_path": "/somewhere"}, "draft_model_path"),
-        ({"replica_config": [{"role": "prefill"}, {"role": "decode"}]}, "decode and prefill"),
+        (
+            {"replica_config": [{"role": "prefill"}, {"role": "decode"}]},
+            "replica_config[0].role=prefill",
+        ),
         ({"kv_transfer_config": {"kv_connector": "X"}}, "kv_transfer_config"),
         ({"xavier_cache_backend": "lmcache"}, "xavier_cache_backend"),
         ({"vllm_transfer_backend_type": "nixl"}, "vllm_transfer_backend_type"),
@@ -171,7 +174,7 @@ def test_our_options_without_the_switch_point_to_it() -> None:
         ({"xavier_cache_bytes": 5}, "use xavier_cpu_cache_bytes"),
         ({"enable_weight_cache": True}, "enable_weight_cache"),
         ({"enable_prefix_caching": "false"}, "enable_prefix_caching"),
-        ({"prefix_caching_hash_algo": "sha256"}, "prefix_caching_hash_algo='sha256'"),
+        ({"prefix_caching_hash_algo": "sha256"}, "prefix_caching_hash_algo=sha256"),
         ({"xavier_gpu_cache_bytes": 0, "xavier_cpu_cache_bytes": 0}, "no room"),
     ],
 )

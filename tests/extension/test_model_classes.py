@@ -6,17 +6,21 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import socket
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import xoscar as xo
 from xinference.model.llm.vllm.core import VLLMModel
 
+from xinference_xavier.control.client import PEER_UID
 from xinference_xavier.extension.launch import CARRIER, write_carrier
 from xinference_xavier.extension.vllm import cpu, group, models
 from xinference_xavier.extension.vllm.models import MODEL_CLASSES, GpuFirstVLLMChatModel
-from xinference_xavier.launch_note import ENVIRONMENT, write_reason
+from xinference_xavier.launch_note import ENVIRONMENT, write_peer, write_reason
 from xinference_xavier.options import OptionError, XavierOptions
 from xinference_xavier.preflight import Bound, HostMemory
 
@@ -55,15 +59,31 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def silent() -> Iterator[str]:
+    """An address that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
 def loop():
     """An event loop on a thread of its own, like the actor's."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     yield loop
+    asyncio.run_coroutine_threadsafe(end_tasks(), loop).result(timeout=10)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+async def end_tasks() -> None:
+    """End what listens on this loop for connections of xoscar."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def test_every_class_stands_before_its_stock_class_and_is_named_for_it() -> None:
@@ -302,7 +322,7 @@ class Group:
         self.events: list[Any] = []
         self.failing = False
 
-        async def leave(deployment: Any, timeout_s: float) -> dict[str, Any]:
+        async def leave(deployment: Any, timeout_s: float, *, peer: str | None) -> dict[str, Any]:
             self.events.append(("leave", deployment.xavier_member))
             if self.failing:
                 raise TimeoutError("no answer within 6 s")
@@ -337,6 +357,44 @@ def test_sharing_is_closed_before_the_engine_and_once(peers: Group, loop: Any) -
     assert status["final"] == final
 
 
+class Peer(xo.StatelessActor):
+    """Stands for an engine's peer."""
+
+    async def describe(self) -> dict[str, Any]:
+        return {"blocks": 3}
+
+    async def close(self, deadline_s: float) -> dict[str, Any]:
+        return {"blocks": 0, "in time": deadline_s > 0}
+
+
+def test_a_replica_closes_its_store_while_the_directory_does_not_answer(
+    loading: Loading, loop: Any, monkeypatch: pytest.MonkeyPatch, silent: str
+) -> None:
+    async def find_placement(*identity: str) -> group.Placement:
+        return group.Placement(silent, "127.0.0.1:8", 2)
+
+    async def serve() -> Any:
+        pool = await xo.create_actor_pool("127.0.0.1", n_process=0)
+        await xo.create_actor(Peer, address=pool.external_address, uid=PEER_UID)
+        return pool
+
+    def on_loop(work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(timeout=30)
+
+    monkeypatch.setattr(group, "find_placement", find_placement)
+    monkeypatch.setattr(models, "REPORT_TIMEOUT_S", 0.2)
+    pool = on_loop(serve())
+    made = model()
+    made.set_loop(loop)
+    made.load()
+    made._engine = SimpleNamespace(shutdown=lambda: None)
+    write_peer(pool.external_address)
+    assert on_loop(made.xavier_status())["peer"] == {"blocks": 3}
+    made.stop()
+    assert made._final["counters"] == {"blocks": 0, "in time": True}
+    on_loop(pool.stop())
+
+
 def test_a_store_that_cannot_be_closed_does_not_keep_the_engine(peers: Group, loop: Any) -> None:
     peers.failing = True
     made = peers.serving(loop)
@@ -366,7 +424,7 @@ def test_a_replica_that_never_had_an_engine_has_nothing_to_close(peers: Group, l
 def test_the_status_tells_options_place_and_peer(
     peers: Group, loop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def describe(deployment: Any, timeout_s: float) -> dict[str, Any]:
+    async def describe(deployment: Any, timeout_s: float, *, peer: Any) -> dict[str, Any]:
         return {"blocks": 3}
 
     monkeypatch.setattr(group, "describe", describe)
@@ -380,7 +438,7 @@ def test_the_status_tells_options_place_and_peer(
 def test_the_status_of_a_replica_whose_peer_is_silent_says_so(
     peers: Group, loop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def describe(deployment: Any, timeout_s: float) -> dict[str, Any]:
+    async def describe(deployment: Any, timeout_s: float, *, peer: Any) -> dict[str, Any]:
         raise LookupError("m-rep1 is not in the directory of m")
 
     monkeypatch.setattr(group, "describe", describe)

@@ -17,6 +17,7 @@ import requests
 
 from tests.extension.server import MODEL_NAME, XinferenceServer
 from tests.models import make_tiny_llama
+from xinference_xavier.demo.judge import DRAINED, EMPTY
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
@@ -28,7 +29,6 @@ GPU_FIRST: dict[str, Any] = {
 }
 BLOCK_TOKENS = 16
 LAUNCH_TIMEOUT_S = 600
-CLOSED = ("device_lru", "host_lru", "global_lru", "keys", "leases", "quarantined")
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +213,11 @@ def test_the_life_of_a_group(server: XinferenceServer) -> None:
     reports = {report["replica"]: report for report in status(server, "group")["closed"]}
     assert set(reports) == {"group-rep0", "group-rep1", "group-rep2"}
     for report in reports.values():
-        left = {name: report["counters"][name] for name in CLOSED}
-        assert left == dict.fromkeys(CLOSED, 0)
+        counters = report["counters"]
+        assert counters["drained"]
+        assert {name: counters[name] for name in EMPTY} == dict.fromkeys(EMPTY, 0)
+        reached = counters["reached"]
+        assert {name: reached[name] for name in DRAINED} == dict.fromkeys(DRAINED, 0)
     assert_nothing_left(server)
     eventually(lambda: not mapped_arenas())
     # Dead members leave the directory within its heartbeat limit.

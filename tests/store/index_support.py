@@ -66,8 +66,9 @@ def lease(
 
 
 def visible(index: SnapshotIndex, names: Iterable[int | str]) -> list[int | str]:
-    """Those of ``names`` that readers can get."""
-    return [name for name in names if index.match([key(name)]) == 1]
+    """Those of ``names`` that readers can get; uses none of them."""
+    found, _ = index.snapshot(limit=1 << 20)
+    return [name for name in names if key(name) in found]
 
 
 def tiers(index: SnapshotIndex, names: Sequence[int | str]) -> list[Tier | None]:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import pytest
 from index_support import (
     DEVICE,
@@ -18,7 +21,7 @@ from index_support import (
     visible,
 )
 
-from xinference_xavier.store.index import SnapshotIndex, StoreClosed
+from xinference_xavier.store.index import FinalCounters, SnapshotIndex, StoreClosed
 
 
 def test_a_failed_store_frees_its_slot_and_drops_its_block():
@@ -100,17 +103,6 @@ def test_a_failed_store_after_a_good_demotion_leaves_a_free_device_slot():
     index.check_invariants()
     assert (changes.added, changes.removed) == ([], [])
     assert tiers(index, "ab") == [HOST, None]
-    assert index.counters().device_free == 1
-
-
-def test_a_discarded_job_publishes_no_store_but_keeps_its_demotions():
-    index = make(2, 2)
-    store_each(index, "ab")
-    plan = admit(index, "cd")
-    changes = index.commit(plan.job_id, discard=True, failed_demotions={1})
-    index.check_invariants()
-    assert (changes.added, changes.removed) == ([], [])
-    assert tiers(index, "abcd") == [HOST, DEVICE, None, None]
     assert index.counters().device_free == 1
 
 
@@ -235,17 +227,69 @@ def test_a_snapshot_of_nothing_sensible_is_refused(arguments):
         make(1, 1).snapshot(*arguments)
 
 
+def left(final: FinalCounters) -> dict[str, int]:
+    """What is not zero after a close."""
+    counts = dataclasses.asdict(final)
+    del counts["reached"]
+    return {name: count for name, count in counts.items() if count}
+
+
 def test_close_clears_everything_and_tells_what_was_reached():
-    index = make(2, 2)
+    index = make(2, 4)
     store_each(index, "abc")
     lease(index, "a")
-    admit(index, "d")
+    index.clear()
+    store_each(index, "abcd")
+    lease(index, "d", reader="peer")
+    lease(index, "d", reader="other")
+    admit(index, "ef")
     final = index.close()
-    assert (final.device_lru, final.host_lru, final.global_lru, final.keys) == (0, 0, 0, 0)
-    assert (final.leases, final.staging, final.demoting) == (0, 0, 0)
-    assert (final.reached.totals.admitted, final.reached.totals.demotions) == (3, 1)
-    assert (final.reached.leases, final.reached.jobs, final.reached.staging) == (1, 1, 1)
+    assert left(final) == {}
+    reached = final.reached
+    assert (reached.totals.admitted, reached.totals.demotions) == (7, 3)
+    assert (reached.leases, reached.jobs, reached.staging) == (3, 1, 2)
+    assert (reached.demoting, reached.zombies, reached.leased_blocks) == (1, 1, 1)
     assert index.close() is final
+
+
+def lose_slot(index: SnapshotIndex) -> None:
+    index._table.take(HOST)
+
+
+def count_one_more(name: str) -> Callable[[SnapshotIndex], None]:
+    return lambda index: setattr(index._table, name, getattr(index._table, name) + 1)
+
+
+def lease_no_book_knows(index: SnapshotIndex) -> None:
+    index._table.hold([index._table.where[key("b")]])
+
+
+def share_of_nobody(index: SnapshotIndex) -> None:
+    index._book._shares["gone"] = {0: 1}
+
+
+def forget_job(index: SnapshotIndex) -> None:
+    index._placement.jobs.clear()
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lose_slot, {"used_slots": 1}),
+        (count_one_more("staging"), {"staging": 1}),
+        (count_one_more("arriving"), {"demoting": 1}),
+        (lease_no_book_knows, {"zombies": 1, "used_slots": 1}),
+        (share_of_nobody, {"readers": 1}),
+        (forget_job, {"staging": 1, "demoting": 1, "used_slots": 2}),
+    ],
+)
+def test_the_final_counters_show_what_clearing_does_not_get_rid_of(damage, found):
+    index = make(2, 3)
+    store_each(index, "abc")
+    lease(index, "c", reader="peer")
+    admit(index, "d")
+    damage(index)
+    assert left(index.close()) == found
 
 
 @pytest.mark.parametrize(
@@ -253,9 +297,8 @@ def test_close_clears_everything_and_tells_what_was_reached():
     [
         lambda index, job: index.admit([(key("x"), 0)]),
         lambda index, job: index.commit(job),
-        lambda index, job: index.match([key("a")]),
-        lambda index, job: index.match([key("a")], wait=False),
         lambda index, job: lease(index, "a"),
+        lambda index, job: index.admit([(key("x"), 0)], wait=False),
         lambda index, job: index.renew(1, now=0.0, duration=1.0),
         lambda index, job: index.release(1),
         lambda index, job: index.reap(0.0),
@@ -277,7 +320,6 @@ def test_a_closed_index_stays_closed(call):
 @pytest.mark.parametrize(
     "look",
     [
-        lambda index: index.match([key("a")], wait=False),
         lambda index: index.admit([(key("b"), 0)], wait=False),
         lambda index: index.acquire(
             [key("a")], reader=None, request="r", now=0.0, duration=1.0, wait=False
@@ -292,3 +334,17 @@ def test_a_busy_index_answers_ask_again_to_who_does_not_wait(look):
         assert look(index) is None
     assert index.counters() == before
     assert look(index) is not None
+
+
+def test_a_block_is_held_from_its_plan_to_its_end_also_while_it_moves():
+    index = make(1, 1)
+    assert not index.holds(key("a"))
+    plan = admit(index, "a")
+    assert index.holds(key("a"))
+    index.commit(plan.job_id)
+    moving = admit(index, "b")
+    assert visible(index, "a") == []
+    assert index.holds(key("a"))
+    index.commit(moving.job_id)
+    index.clear()
+    assert not index.holds(key("a"))

@@ -3,30 +3,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
 from index_support import DEVICE, HOST, admit, key, keys, lease, make, store, store_each, visible
 
 from xinference_xavier.store import index as index_module
+from xinference_xavier.store.index import SnapshotIndex
 from xinference_xavier.store.leases import LeaseBook
-
-
-def test_a_match_counts_consecutive_readable_keys_from_the_start_asked_for():
-    index = make(4, 0)
-    store(index, "abd")
-    assert index.match(keys("abcd")) == 2
-    assert index.match(keys("abcd"), 1) == 1
-    assert index.match(keys("abcd"), 2) == 0
-    assert index.match(keys("abcd"), 3) == 1
-    assert index.match(keys("abcd"), 9) == 0
-    assert index.match([]) == 0
-
-
-def test_a_match_is_no_use():
-    index = make(2, 0, spare=0)
-    store_each(index, "ab")
-    index.match(keys("a"))
-    assert store(index, "c").added == keys("c")
-    assert visible(index, "abc") == ["b", "c"]
 
 
 def test_a_grant_is_the_longest_readable_prefix_with_tiers_and_generations():
@@ -198,6 +183,138 @@ def test_an_ended_lease_gives_its_share_back():
     assert len(lease(index, "a", reader="peer").rows) == 1
 
 
+def test_requests_of_one_reader_share_a_prefix_within_one_share():
+    index = make(400, 800, reader_share=0.25)
+    store(index, range(275))
+    grants = [lease(index, range(275), reader="peer") for _ in range(4)]
+    assert [len(grant.rows) for grant in grants] == [275] * 4
+    assert index.counters().totals.share_cuts == 0
+    assert index._book.allowance("peer", range(275, 400)) == 25
+
+
+def test_only_what_a_reader_does_not_lease_yet_counts_for_its_share():
+    index = make(8, 0, reader_share=0.25)
+    store(index, "abcdefgh")
+    first = lease(index, "ab", reader="peer")
+    assert len(lease(index, "bac", reader="peer").rows) == 2
+    assert lease(index, "ca", reader="peer").rows == []
+    assert len(lease(index, "cd", reader="other").rows) == 2
+    index.release(first.lease_id)
+    index.check_invariants()
+    assert lease(index, "c", reader="peer").rows == []
+
+
+def test_a_key_twice_in_one_run_counts_once_for_the_share():
+    index = make(4, 4, spare=0, reader_share=0.25)
+    store(index, "abc")
+    grant = lease(index, "aabac", reader="peer")
+    assert len(grant.rows) == 4
+    index.release(grant.lease_id)
+    index.check_invariants()
+    assert len(lease(index, "cb", reader="peer").rows) == 2
+
+
+def test_a_cleared_block_and_its_successor_both_count_for_the_share():
+    index = make(2, 2, spare=0, reader_share=0.5)
+    store(index, "a")
+    old = lease(index, "a", reader="peer")
+    index.clear()
+    store(index, "abc")
+    assert len(lease(index, "ab", reader="peer").rows) == 1
+    index.release(old.lease_id)
+    index.check_invariants()
+    assert len(lease(index, "b", reader="peer").rows) == 1
+
+
+def test_shares_take_memory_for_live_leases_only():
+    book = LeaseBook(2000, 0.5)
+    for number in range(100):
+        opened = [
+            book.open([number, slot], reader=f"peer{number}", request="r", expires=1.0, epoch=0)
+            for slot in (0, 1)
+        ]
+        book.end(opened[0].lease_id)
+        assert len(book._shares[f"peer{number}"]) == len(set(opened[1].slots))
+        book.end(opened[1].lease_id)
+    assert book.readers() == 0
+
+
+class HookedLock:
+    """A lock that calls ``before`` each time before it is taken."""
+
+    def __init__(self, lock: threading.Lock, before: Callable[[], object]) -> None:
+        self._lock = lock
+        self._before = before
+        self.release = lock.release
+
+    def acquire(self, blocking: bool) -> bool:
+        self._before()
+        return self._lock.acquire(blocking)
+
+
+def release_and(index: SnapshotIndex, lease_id: int, *between: Callable[[], object]) -> bool:
+    """Release a lease, and before each time that this takes the lock do the next of ``between``."""
+    steps = iter(between)
+    plain = index._lock
+
+    def step() -> None:
+        index._lock = plain
+        next(steps)()
+        index._lock = hooked
+
+    index._lock = hooked = HookedLock(plain, step)
+    try:
+        return index.release(lease_id)
+    finally:
+        index._lock = plain
+        assert next(steps, None) is None
+
+
+def nothing() -> None:
+    pass
+
+
+def test_a_long_lease_ends_in_pieces_that_let_others_in(monkeypatch):
+    monkeypatch.setattr(index_module, "RELEASE_BLOCKS", 2)
+    index = make(5, 0, spare=0, reader_share=1.0)
+    store(index, "abcde")
+    grant = lease(index, "abcde", reader="peer")
+    leased = []
+
+    def look() -> None:
+        index.check_invariants()
+        leased.append(index.counters().leased_blocks)
+
+    assert release_and(index, grant.lease_id, look, look, look) is True
+    assert leased == [5, 3, 1]
+    assert index.counters().leases == 0
+    assert index.release(grant.lease_id) is False
+    assert index.counters().totals.double_releases == 1
+    assert [store(index, name).added for name in "xyz"] == [keys("x"), keys("y"), keys("z")]
+    assert visible(index, "abcde") == ["a", "b"]
+
+
+def test_a_lease_that_is_cleared_while_it_ends_frees_its_slots(monkeypatch):
+    monkeypatch.setattr(index_module, "RELEASE_BLOCKS", 2)
+    index = make(5, 0, spare=0, reader_share=1.0)
+    store(index, "abcde")
+    grant = lease(index, "abcde", reader="peer")
+    assert release_and(index, grant.lease_id, nothing, index.clear, nothing) is True
+    index.check_invariants()
+    assert index.counters().device_free == 5
+
+
+def test_a_lease_that_is_reaped_while_it_ends_is_no_double_release(monkeypatch):
+    monkeypatch.setattr(index_module, "RELEASE_BLOCKS", 2)
+    index = make(5, 0, spare=0, reader_share=1.0)
+    store(index, "abcde")
+    grant = lease(index, "abcde", reader="peer", duration=1.0)
+    assert release_and(index, grant.lease_id, nothing, lambda: index.reap(2.0)) is True
+    index.check_invariants()
+    counters = index.counters()
+    assert (counters.leased_blocks, counters.totals.double_releases) == (0, 0)
+
+
 def test_deadlines_of_ended_leases_do_not_pile_up():
     book = LeaseBook(20, 1.0)
     for number in range(10_000):
@@ -220,4 +337,7 @@ def test_a_demoting_block_cannot_be_leased():
 
 def test_unknown_keys_of_any_kind_are_misses():
     index = make(1, 1)
-    assert index.match([b"", key("x")]) == 0
+    store(index, "a")
+    for run in ([b"", key("a")], [key("x"), key("a")], []):
+        grant = index.acquire(run, reader=None, request="r", now=0.0, duration=1.0)
+        assert (grant.lease_id, grant.rows) == (0, [])

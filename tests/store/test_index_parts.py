@@ -114,7 +114,16 @@ def forget_lease(index: SnapshotIndex) -> None:
 
 
 def wrong_share(index: SnapshotIndex) -> None:
-    index._book._shares["peer"] += 1
+    [slot] = index._book._shares["peer"]
+    index._book._shares["peer"][slot] += 1
+
+
+def share_of_nobody(index: SnapshotIndex) -> None:
+    index._book._shares["gone"] = {}
+
+
+def small_share(index: SnapshotIndex) -> None:
+    index._book._limit = 0
 
 
 def forget_deadline(index: SnapshotIndex) -> None:
@@ -159,8 +168,10 @@ def shrunk_host(index: SnapshotIndex) -> None:
         (of_leased("holds", 2), "counts 2 leases and has 1"),
         (of_leased("state", STAGING), f"in state {STAGING} instead of {READY}"),
         (of_leased("generation", 0), "has generation 0"),
-        (forget_lease, "add up to the shares"),
-        (wrong_share, "add up to the shares"),
+        (forget_lease, "'peer' do not add up to its share"),
+        (wrong_share, "'peer' do not add up to its share"),
+        (share_of_nobody, "'gone' do not add up to its share"),
+        (small_share, "leases 1, more than its share 0"),
         (forget_deadline, "have no deadline"),
         (forget_job, "lost"),
         (unknown_key, "not known"),

@@ -4,13 +4,23 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 
 import pytest
 
-from xinference_xavier.transport.base import Connection, TransportUnavailable, WorkerHandle
+from xinference_xavier.store.jobs import Tier
+from xinference_xavier.transport.base import (
+    Connection,
+    TransferFailed,
+    TransportUnavailable,
+    WorkerHandle,
+)
 from xinference_xavier.transport.links import PeerLinks
+from xinference_xavier.transport.pool import StagingPool
 
-PEER = WorkerHandle(rank=0, host_id="host", layout_digest="same", arenas={})
+WAIT_S = 20.0
+PEER = WorkerHandle(rank=0, host_id="host", layout_digest="same", arenas={Tier.HOST: None})
 RESTARTED = dataclasses.replace(PEER, rank=1)
 
 
@@ -19,13 +29,14 @@ class Plain(Connection):
 
     transport = "plain"
 
-    def __init__(self) -> None:
+    def __init__(self, mapped: bool) -> None:
+        self.mapped = mapped
         self.closes = 0
         self.living = True
         self.cold = 2
 
     def view(self, tier):
-        return None
+        return "memory" if self.mapped else None
 
     def fetch(self, tier, slots, staging, *, deadline):
         raise AssertionError
@@ -49,12 +60,22 @@ class Connector:
     def __init__(self) -> None:
         self.opened: list[Plain] = []
         self.refuses = False
+        self.mapped = False
+        self.opening = lambda: None
+        self.notes: list[tuple[object, ...]] = []
 
-    def connect(self, peer: WorkerHandle) -> Plain:
+    def connect(self, member, peer, *, pool, deadline) -> Plain:
+        self.opening()
         if self.refuses:
             raise TransportUnavailable("no way")
-        self.opened.append(Plain())
+        self.opened.append(Plain(self.mapped))
         return self.opened[-1]
+
+    def failed(self, member, transport, error) -> None:
+        self.notes.append(("failed", member, transport, str(error)))
+
+    def worked(self, member, transport) -> None:
+        self.notes.append(("worked", member, transport))
 
 
 @pytest.fixture
@@ -64,16 +85,23 @@ def connector() -> Connector:
 
 @pytest.fixture
 def links(connector: Connector) -> PeerLinks:
-    return PeerLinks(connector)
+    return PeerLinks(connector, StagingPool(range(1), frozenset))
 
 
 def use(links: PeerLinks, member: int = 1, peer: WorkerHandle = PEER) -> Connection:
-    with links.use(member, peer) as connection:
+    with links.use(member, peer, deadline=soon()) as connection:
         return connection
 
 
+def soon() -> float:
+    return time.monotonic() + WAIT_S
+
+
 def test_users_of_one_member_share_a_connection_that_stays_open(links: PeerLinks) -> None:
-    with links.use(1, PEER) as first, links.use(1, PEER) as second:
+    with (
+        links.use(1, PEER, deadline=soon()) as first,
+        links.use(1, PEER, deadline=soon()) as second,
+    ):
         assert first is second
     assert use(links) is first
     assert first.closes == 0
@@ -83,29 +111,89 @@ def test_users_of_one_member_share_a_connection_that_stays_open(links: PeerLinks
 def test_a_restarted_peer_gets_a_new_connection_while_the_old_one_is_in_use(
     links: PeerLinks,
 ) -> None:
-    with links.use(1, PEER) as old:
+    with links.use(1, PEER, deadline=soon()) as old:
         new = use(links, peer=RESTARTED)
         assert new is not old
         assert old.closes == 0
     assert (old.closes, new.closes) == (1, 0)
 
 
-def test_a_late_failure_of_the_old_connection_spares_the_new_one(links: PeerLinks) -> None:
-    with links.use(1, PEER) as old:
+def test_a_late_failure_of_the_old_connection_spares_the_new_one(
+    links: PeerLinks, connector: Connector
+) -> None:
+    with links.use(1, PEER, deadline=soon()) as old:
         new = use(links, peer=RESTARTED)
-        links.retire(old)
+        links.failed(old, TransferFailed("broken"))
     assert (old.closes, new.closes) == (1, 0)
     assert use(links, peer=RESTARTED) is new
+    assert connector.notes == []
+
+
+def test_a_failed_connection_is_reported_once_and_replaced(
+    links: PeerLinks, connector: Connector
+) -> None:
+    with links.use(1, PEER, deadline=soon()) as old:
+        links.failed(old, TransferFailed("broken"))
+        links.failed(old, TransferFailed("broken again"))
+        assert old.closes == 0
+    assert old.closes == 1
+    assert connector.notes == [("failed", 1, "plain", "broken")]
+    assert use(links) is not old
 
 
 def test_a_refusal_leaves_no_trace(links: PeerLinks, connector: Connector) -> None:
     connector.refuses = True
     with pytest.raises(TransportUnavailable):
         use(links)
-    assert links.status() == {}
+    links.worked(1, 10, 1.0)
+    assert connector.notes == []
     connector.refuses = False
-    use(links)
-    assert set(links.status()) == {1}
+    assert use(links) is connector.opened[0]
+
+
+def test_a_load_waits_for_another_ones_connect_until_its_deadline(
+    links: PeerLinks, connector: Connector
+) -> None:
+    inside, go = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        inside.set()
+        assert go.wait(WAIT_S)
+
+    connector.opening = hang
+    first = threading.Thread(target=use, args=(links,))
+    first.start()
+    assert inside.wait(WAIT_S)
+    with pytest.raises(TimeoutError), links.use(1, PEER, deadline=time.monotonic()):
+        pass
+    go.set()
+    first.join(WAIT_S)
+    assert use(links) is connector.opened[0]
+    assert connector.opened[0].closes == 0
+
+
+def test_only_memory_that_is_mapped_is_given_without_a_connect(
+    links: PeerLinks, connector: Connector
+) -> None:
+    def refused(peer: WorkerHandle) -> None:
+        assert not links.mapped(1, peer)
+        with pytest.raises(TransportUnavailable), links.use_mapped(1, peer):
+            pass
+
+    refused(PEER)
+    fetching = use(links)
+    refused(PEER)
+    links.failed(fetching, TransferFailed("broken"))
+    connector.mapped = True
+    mapped = use(links)
+    assert links.mapped(1, PEER)
+    refused(RESTARTED)
+    with links.use_mapped(1, PEER) as connection:
+        assert connection is mapped
+        links.close()
+        assert mapped.closes == 0
+    assert mapped.closes == 1
+    refused(PEER)
 
 
 def test_only_the_dead_are_reaped(links: PeerLinks) -> None:
@@ -116,15 +204,20 @@ def test_only_the_dead_are_reaped(links: PeerLinks) -> None:
     assert (dead.closes, living.closes) == (1, 0)
 
 
-def test_bandwidth_is_over_all_loads_since_opening(links: PeerLinks) -> None:
-    links.account(1, 10, 1.0)
+def test_the_first_load_that_brings_bytes_is_logged_with_its_bandwidth(
+    links: PeerLinks, connector: Connector, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    links.worked(1, 10, 1.0)
     use(links)
-    links.account(1, 0, 5.0)
-    links.account(1, 300, 1.0)
-    links.account(1, 100, 3.0)
-    assert links.status() == {
-        1: {"transport": "plain", "bytes": 400, "seconds": 4.0, "bytes_per_s": 100.0}
-    }
+    links.worked(1, 0, 5.0)
+    assert caplog.messages == []
+    links.worked(1, 3_000_000_000, 2.0)
+    links.worked(1, 100, 3.0)
+    (line,) = caplog.messages
+    assert "over plain" in line
+    assert "1.50 GB/s" in line
+    assert connector.notes == [("worked", 1, "plain")] * 2
 
 
 def test_warming_goes_on_until_every_connection_is_warm(
@@ -151,7 +244,7 @@ def test_a_connection_that_fails_to_warm_is_not_asked_again(links: PeerLinks) ->
 
 
 def test_closing_waits_for_users_and_opens_nothing_more(links: PeerLinks) -> None:
-    with links.use(1, PEER) as connection:
+    with links.use(1, PEER, deadline=soon()) as connection:
         links.close()
         assert connection.closes == 0
     assert connection.closes == 1

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 import types
+import weakref
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from fetch_peer import soon
+from fetch_peer import LIMIT_S, soon, wait_until
 
 from xinference_xavier.store.jobs import Tier
 from xinference_xavier.transport import nixl, nixl_agent
@@ -210,6 +213,73 @@ def test_a_late_end_frees_the_staging_and_the_closed_peer(agents: list[FakeAgent
     agents[0].states = [State.DONE]
     assert transport.quarantined() == frozenset()
     assert agents[0].balance() == {"memory": 3}
+
+
+def test_fetches_and_quarantine_do_not_wait_for_a_peer_that_is_being_wired_up(
+    agents: list[FakeAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = make_transport()
+    connection = transport.connect(peer_of(transport))
+    inside, go = threading.Event(), threading.Event()
+
+    def hang(self: FakeAgent, metadata: bytes) -> str:
+        inside.set()
+        assert go.wait(LIMIT_S)
+        raise NixlError("add_peer failed")
+
+    monkeypatch.setattr(FakeAgent, "add_peer", hang)
+    failures: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            transport.connect(peer_of(transport, b"slow"))
+        except TransportUnavailable as exc:
+            failures.append(exc)
+
+    wiring = threading.Thread(target=connect)
+    wiring.start()
+    assert inside.wait(LIMIT_S)
+    agents[0].states = [State.DONE, State.DONE]
+    connection.fetch(Tier.HOST, [1], [4], deadline=soon())
+    assert transport.quarantined() == frozenset()
+    with pytest.raises(TransportUnavailable, match="busy"):
+        transport.connect(peer_of(transport, b"third"), deadline=time.monotonic())
+    connection.close()
+    assert agents[0].held["peer"] == 1  # it is forgotten by the next who may
+    go.set()
+    wiring.join(LIMIT_S)
+    assert len(failures) == 1
+    transport.quarantined()
+    assert agents[0].held["peer"] == 0
+
+
+def test_a_read_that_brought_nothing_is_no_generation(agents: list[FakeAgent]) -> None:
+    transport = make_transport()
+    connection = transport.connect(peer_of(transport))
+    agents[0].states = [State.DONE, State.DONE]
+    assert connection.fetch(Tier.HOST, [1], [4], deadline=soon()).tolist() == [[-1, -1]]
+
+
+def test_closing_is_bounded_and_keeps_the_memory_until_the_agent_is_gone(
+    agents: list[FakeAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = make_transport()
+    memory = weakref.ref(transport._views[Tier.HOST].data)
+    go, closed = threading.Event(), threading.Event()
+
+    def hang(self: FakeAgent, running: Any = ()) -> None:
+        assert go.wait(LIMIT_S)
+        closed.set()
+
+    monkeypatch.setattr(FakeAgent, "close", hang)
+    transport.close(0.01)
+    transport.close(0.01)
+    with pytest.raises(TransportUnavailable, match="closed"):
+        transport.connect(peer_of(transport))
+    assert memory() is not None
+    go.set()
+    assert closed.wait(LIMIT_S)
+    wait_until(lambda: memory() is None)
 
 
 def fake_bindings(**members: Any) -> types.ModuleType:

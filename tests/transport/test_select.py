@@ -3,20 +3,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.jobs import Tier
 from xinference_xavier.transport import select
 from xinference_xavier.transport.base import (
     Connection,
+    TransferFailed,
+    TransferTimeout,
     Transport,
     TransportUnavailable,
     WorkerHandle,
 )
-from xinference_xavier.transport.select import PREFERENCE, Transports
+from xinference_xavier.transport.faults import FAIR_S
+from xinference_xavier.transport.pool import StagingPool
+from xinference_xavier.transport.select import PREFERENCE, PROBE_S, Transports
 
 PEER = WorkerHandle(rank=0, host_id="host", layout_digest="same", arenas={})
 
@@ -28,9 +37,9 @@ class Named(Transport):
         self.name = name  # type: ignore[misc]  # one class stands for several transports
         self.refusal = refusal
         self.stuck = frozenset(stuck)
-        self.closes = 0
+        self.closes: list[float] = []
 
-    def connect(self, peer: WorkerHandle) -> Connection:
+    def connect(self, peer: WorkerHandle, *, deadline: float = math.inf) -> Connection:
         if self.refusal is not None:
             raise TransportUnavailable(self.refusal)
         return self.name  # type: ignore[return-value]  # only passed through
@@ -38,39 +47,205 @@ class Named(Transport):
     def quarantined(self) -> frozenset[int]:
         return self.stuck
 
-    def close(self) -> None:
-        self.closes += 1
+    def close(self, deadline_s: float = 1.0) -> None:
+        self.closes.append(deadline_s)
+
+
+def connect(
+    transports: Transports,
+    peer: WorkerHandle = PEER,
+    *,
+    pool: StagingPool | None = None,
+    given_s: float = 60.0,
+) -> Connection:
+    pool = pool or StagingPool(range(4), transports.quarantined)
+    return transports.connect(1, peer, pool=pool, deadline=time.monotonic() + given_s)
 
 
 def test_the_first_that_connects_is_taken() -> None:
     transports = Transports([Named("a"), Named("b")], layout_digest="same")
-    assert transports.connect(PEER) == "a"
-    assert transports.refusals() == {}
+    assert connect(transports) == "a"
+    assert transports.take_refusals() == {}
 
 
 def test_a_refusal_falls_back_and_is_counted_under_its_reason() -> None:
     transports = Transports([Named("a", "no way"), Named("b")], layout_digest="same")
-    assert transports.connect(PEER) == "b"
-    assert transports.connect(PEER) == "b"
-    assert transports.refusals() == {("a", "no way"): 2}
+    assert connect(transports) == "b"
+    assert connect(transports) == "b"
+    assert transports.take_refusals() == {"a: no way": 2}
+    assert transports.take_refusals() == {}
+    connect(transports)
+    assert transports.take_refusals() == {"a: no way": 1}
+
+
+def test_reasons_without_end_are_told_apart_up_to_a_limit() -> None:
+    part = Named("a")
+    transports = Transports([part], layout_digest="same")
+    for number in range(100):
+        part.refusal = f"no answer from {number}"
+        with pytest.raises(TransportUnavailable):
+            connect(transports)
+    counts = transports.take_refusals()
+    assert len(counts) == 33
+    assert counts["a: other reasons"] == 68
 
 
 def test_when_none_connects_every_reason_is_told() -> None:
     transports = Transports([Named("a", "no way"), Named("b", "no road")], layout_digest="same")
     with pytest.raises(TransportUnavailable, match="a: no way; b: no road"):
-        transports.connect(PEER)
+        connect(transports)
 
 
 def test_without_transports_no_peer_is_reached() -> None:
     with pytest.raises(TransportUnavailable, match="no transport"):
-        Transports([], layout_digest="same").connect(PEER)
+        connect(Transports([], layout_digest="same"))
 
 
 def test_a_peer_with_another_layout_is_never_connected() -> None:
     transports = Transports([Named("a")], layout_digest="other")
     with pytest.raises(TransportUnavailable, match="same is not ours other"):
-        transports.connect(PEER)
-    assert sum(transports.refusals().values()) == 1
+        connect(transports)
+    assert sum(transports.take_refusals().values()) == 1
+
+
+ARENA = SimpleNamespace(slots=8)
+STORE = dataclasses.replace(PEER, arenas={Tier.HOST: ARENA, Tier.DEVICE: SimpleNamespace(slots=0)})
+
+
+class Fetching(Connection):
+    """Delivers a meta row, or fails as told."""
+
+    def __init__(self, owner: Faulty) -> None:
+        self.transport = owner.name
+        self.owner = owner
+        self.closes = 0
+
+    def view(self, tier):
+        return None
+
+    def fetch(self, tier, slots, staging, *, deadline):
+        self.owner.fetches.append((tier, slots, staging, deadline - time.monotonic()))
+        if isinstance(self.owner.outcome, Exception):
+            if isinstance(self.owner.outcome, TransferTimeout):
+                self.owner.stuck |= set(staging)
+            raise self.owner.outcome
+        return torch.tensor(self.owner.outcome)
+
+    def alive(self):
+        return True
+
+    def close(self):
+        self.closes += 1
+
+
+class Faulty(Named):
+    """Connects, and then delivers or not."""
+
+    def __init__(self, name: str, outcome: object) -> None:
+        super().__init__(name)
+        self.outcome = outcome
+        self.fetches: list[tuple[object, ...]] = []
+        self.opened: list[Fetching] = []
+
+    def connect(self, peer: WorkerHandle, *, deadline: float = math.inf) -> Connection:
+        self.opened.append(Fetching(self))
+        return self.opened[-1]
+
+
+FREE_SLOT = [[0, 0]]
+
+
+def test_a_fetching_path_is_accepted_once_a_slot_has_arrived() -> None:
+    part = Faulty("a", FREE_SLOT)
+    assert connect(Transports([part], layout_digest="same"), STORE) is part.opened[0]
+    ((tier, slots, staging, given),) = part.fetches
+    assert (tier, slots, staging) == (Tier.HOST, [0], [0])
+    assert given <= PROBE_S
+    assert part.opened[0].closes == 0
+
+
+def test_the_probe_never_outlasts_the_load() -> None:
+    part = Faulty("a", FREE_SLOT)
+    connect(Transports([part], layout_digest="same"), STORE, given_s=0.3)
+    assert part.fetches[0][3] <= 0.3
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        TransferFailed("no"),
+        TransferTimeout("late"),
+        [[-1, -1]],
+        [[1]],
+        [[1, 1], [2, 2]],
+    ],
+)
+def test_a_path_over_which_no_slot_arrives_is_refused_and_the_next_taken(outcome: object) -> None:
+    part, other = Faulty("a", outcome), Faulty("b", FREE_SLOT)
+    transports = Transports([part, other], layout_digest="same")
+    assert connect(transports, STORE) is other.opened[0]
+    assert part.opened[0].closes == 1
+    ((line, count),) = transports.take_refusals().items()
+    assert line.startswith("a: the first slot did not arrive")
+    assert count == 1
+
+
+def test_the_staging_slot_of_a_probe_that_timed_out_is_quarantined() -> None:
+    part, other = Faulty("a", TransferTimeout("late")), Faulty("b", FREE_SLOT)
+    transports = Transports([part, other], layout_digest="same")
+    pool = StagingPool(range(4), transports.quarantined)
+    connect(transports, STORE, pool=pool)
+    assert part.fetches[0][2] == [0]
+    assert other.fetches[0][2] == [1]
+    with pool.lend(4, deadline=time.monotonic()) as slots:
+        assert slots == [1, 2, 3]
+
+
+def test_after_a_timeout_the_next_transport_is_taken_for_that_peer_only() -> None:
+    part, other = Faulty("a", FREE_SLOT), Faulty("b", FREE_SLOT)
+    transports = Transports([part, other], layout_digest="same")
+    assert connect(transports, STORE).transport == "a"
+    transports.failed(1, "a", TransferTimeout("late"))
+    assert connect(transports, STORE).transport == "b"
+    counts = transports.take_refusals()
+    assert len(counts) == 2
+    assert all(line.startswith("a: demoted") for line in counts)
+    pool = StagingPool(range(4), transports.quarantined)
+    third = transports.connect(2, STORE, pool=pool, deadline=time.monotonic() + 60)
+    assert third.transport == "a"
+    transports.worked(1, "a")
+    assert connect(transports, STORE).transport == "a"
+
+
+def test_a_peer_whose_probe_timed_out_is_not_probed_that_way_again() -> None:
+    part, other = Faulty("a", TransferTimeout("late")), Faulty("b", FREE_SLOT)
+    transports = Transports([part, other], layout_digest="same")
+    connect(transports, STORE)
+    connect(transports, STORE)
+    assert len(part.fetches) == 1
+
+
+def test_a_probe_that_had_no_time_demotes_nothing() -> None:
+    part = Faulty("a", TransferTimeout("late"))
+    transports = Transports([part, Named("b", "no way")], layout_digest="same")
+    for _ in range(2):
+        with pytest.raises(TransportUnavailable):
+            connect(transports, STORE, given_s=FAIR_S / 2)
+    assert len(part.fetches) == 2
+
+
+def test_a_forced_transport_is_tried_again_whatever_it_did() -> None:
+    part = Faulty("a", FREE_SLOT)
+    transports = Transports([part], layout_digest="same")
+    transports.failed(1, "a", TransferTimeout("late"))
+    assert connect(transports, STORE) is part.opened[0]
+
+
+def test_nothing_is_tried_when_the_time_of_the_load_is_over() -> None:
+    part = Faulty("a", FREE_SLOT)
+    with pytest.raises(TransportUnavailable, match="time was over"):
+        connect(Transports([part], layout_digest="same"), STORE, given_s=0.0)
+    assert part.opened == []
 
 
 def test_quarantine_is_the_union_over_transports() -> None:
@@ -79,10 +254,14 @@ def test_quarantine_is_the_union_over_transports() -> None:
     assert Transports([], layout_digest="").quarantined() == frozenset()
 
 
-def test_closing_closes_every_transport() -> None:
+def test_closing_closes_every_transport_within_one_limit() -> None:
     parts = [Named("a"), Named("b")]
-    Transports(parts, layout_digest="").close()
-    assert [part.closes for part in parts] == [1, 1]
+    Transports(parts, layout_digest="").close(3.0)
+    assert [len(part.closes) for part in parts] == [1, 1]
+    assert parts[0].closes[0] <= 1.5
+    assert parts[1].closes[0] <= 3.0
+    Transports(parts, layout_digest="").close(-1.0)
+    assert [part.closes[1] for part in parts] == [0.0, 0.0]
 
 
 @pytest.fixture
@@ -107,7 +286,7 @@ def start(arenas: dict[Tier, Arena], **changes: object) -> Transports:
 def test_a_forced_transport_is_the_only_one(arenas: dict[Tier, Arena]) -> None:
     transports = start(arenas, choice="shm")
     with pytest.raises(TransportUnavailable, match=r"^shm: the peer is on another host$"):
-        transports.connect(PEER)
+        connect(transports)
     assert transports.published() == {"nixl": None, "xoscar": None}
 
 
@@ -127,10 +306,10 @@ def test_auto_leaves_out_what_does_not_start_and_counts_it(
     monkeypatch.setattr("xinference_xavier.transport.nixl.NixlTransport", refuse)
     monkeypatch.setitem(sys.modules, "xinference_xavier.transport.xoscar", None)
     transports = start(arenas, host="127.0.0.1")
-    reasons = dict(transports.refusals())
+    reasons = transports.take_refusals()
     transports.close()
-    assert reasons.pop(("nixl", "no plug-in")) == 1
-    assert [name for name, _ in reasons] == ["xoscar"]
+    assert reasons.pop("nixl: no plug-in") == 1
+    assert [line.partition(":")[0] for line in reasons] == ["xoscar"]
     assert transports.published() == {"nixl": None, "xoscar": None}
 
 
@@ -141,7 +320,7 @@ def test_a_start_that_breaks_off_closes_what_it_had_started(
     monkeypatch.setattr(select, "ShmTransport", lambda: started)
     with pytest.raises(ValueError, match="staging"):
         start(arenas, staging=range(3, 9))
-    assert started.closes == 1
+    assert len(started.closes) == 1
 
 
 @pytest.mark.parametrize("choice", ["nixl", "xoscar"])

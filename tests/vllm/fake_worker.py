@@ -179,7 +179,6 @@ class FakeWorker:
             block_bytes=SLOT_BYTES,
             slot_bytes=SLOT_BYTES,
             block_tokens=BLOCK,
-            verify="off",
         )
 
     # --- one step, in the order of vLLM's model runner ---------------------------------------

@@ -71,7 +71,8 @@ BOUNDARIES = [
 def test_the_engine_goes_on(
     make: Make, monkeypatch: pytest.MonkeyPatch, boundary: str, every: int
 ) -> None:
-    engine = make(blocks=64, device_slots=4)
+    # Slots whose commit raised stay lost, so there are plenty.
+    engine = make(blocks=64, device_slots=4, host_slots=160)
     for seed in range(3):
         engine.ask(prompt_of(seed, 50))
     engine.forget_local()
@@ -107,9 +108,7 @@ def test_the_engine_goes_on(
     engine.ask(fresh)
     engine.forget_local()
     engine.ask(fresh)
-    # Only slots whose commit raised stay lost.
-    expected = 64 if boundary != "index.commit" else 16
-    assert engine.loaded_tokens - before >= expected
+    assert engine.loaded_tokens - before >= 64
     engine.check_store()
 
 

@@ -217,6 +217,24 @@ def test_a_source_slower_than_prefill_is_declined_and_tried_again(make: Make) ->
     engine.check_all()
 
 
+def test_a_slow_source_does_not_cost_what_comes_before_it(make: Make) -> None:
+    engine = make(options={"xavier_min_load_tokens": None})
+    engine.worker.load_seconds = 1e6
+    engine.ask(prompt_of(100, 250))
+    share(engine, 1, prompt_of(1, 70))
+    engine.ask(prompt_of(1, 70))
+    assert engine.loaded_tokens == 64
+    prompt = prompt_of(2, 140)
+    engine.worker.load_seconds = 1e-8
+    engine.ask(prompt[:70])
+    engine.forget_local()
+    share(engine, 1, prompt, 4, 8)
+    engine.ask(prompt)
+    # Four blocks of its own; the four of the slow member are computed.
+    assert engine.loaded_tokens == 64 + 64
+    engine.check_all()
+
+
 def test_a_source_faster_than_prefill_is_used(make: Make) -> None:
     engine = make(options={"xavier_min_load_tokens": None})
     engine.worker.load_seconds = 1e-8

@@ -11,6 +11,7 @@ from fake_worker import Registry
 from vllm_harness import Engine, keys_of, prompt_of
 
 from tests.control.control_harness import cluster, eventually
+from xinference_xavier.launch_note import ENVIRONMENT, LaunchNote
 
 PROMPT = prompt_of(1, 100)
 PATIENT = {"xavier_lookup_timeout": 10}
@@ -51,6 +52,17 @@ def ask(engine: Engine, prompt: Sequence[int]) -> None:
     eventually(done, WITHIN_S)
     engine.run()
     engine.check_answers()
+
+
+def test_an_engine_tells_its_launcher_where_its_peer_is(
+    make: Make, directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = LaunchNote()
+    monkeypatch.setenv(ENVIRONMENT, note.path)
+    engine = make(name="told", directory=directory)
+    assert note.peer() == engine.runtime.address
+    assert note.reason() is None
+    note.close()
 
 
 def test_a_prefix_that_one_replica_computed_is_loaded_by_the_other(

@@ -3,7 +3,7 @@
 
 Two engines live side by side, bound to the same core; one request is in flight. Every pair is one
 prompt that nobody has seen, answered by both, in alternating order. The connector looks it up,
-finds nothing, and saves all of its blocks while the prefill runs.
+finds nothing, and saves all of its blocks while the prefill runs. Both engines rest before each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from xinference_xavier.bench.engines import BLOCK_TOKENS, running, running_direc
 from xinference_xavier.bench.models import QWEN_KV, Shape, make_random_llama
 from xinference_xavier.bench.prompts import unique_text
 from xinference_xavier.bench.report import Report
-from xinference_xavier.bench.sharing import make_engine, settle
+from xinference_xavier.bench.sharing import make_engine, rest, settle
 from xinference_xavier.bench.stats import at_most, percentile, ratio_interval
 
 LIMIT: Final = 1.02
@@ -60,6 +60,7 @@ def run(settings: Settings, report: Report) -> dict[str, Any]:
             for number in range(settings.pairs + 1):
                 prompt = unique_text(number, settings.tokens)
                 for engine in (plain, xavier) if number % 2 else (xavier, plain):
+                    rest([plain, xavier])
                     answer = engine.stream(prompt, ANSWER)
                     if answer.ttft_s is None or answer.cached_tokens:
                         raise RuntimeError(

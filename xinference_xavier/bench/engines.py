@@ -187,9 +187,9 @@ class Engine:
         self.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout)
-        _, alive = psutil.wait_procs(children, timeout=10)
-        for process in alive:
-            process.kill()
+        for process in wait_ended(children, timeout_s=10):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -202,6 +202,17 @@ class Engine:
             return psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time that its running processes have used."""
+        if self.process is None:
+            return 0.0
+        total = 0.0
+        for process in [psutil.Process(self.process.pid), *self.processes()]:
+            with contextlib.suppress(psutil.Error):  # it may just have ended
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
 
     def _open(self, path: str, body: dict[str, Any], timeout: float) -> Any:
         request = urllib.request.Request(
@@ -268,6 +279,26 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30) 
         if time.monotonic() > until:
             raise TimeoutError(f"not within {timeout_s:g} s: {what}")
         time.sleep(0.05)
+
+
+def wait_ended(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait until none of these runs; return those that still do at the timeout.
+
+    A zombie does not run: when one is reaped is up to its parent, for an orphan to process 1.
+    """
+    until = time.monotonic() + timeout_s
+    while (alive := [process for process in processes if _runs(process)]) and (
+        time.monotonic() < until
+    ):
+        time.sleep(0.05)
+    return alive
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _request(prompt: str, max_tokens: int, more: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,10 @@ SETTLE_S: Final = 60.0
 
 BUSY: Final = ("pinned_blocks", "store_jobs", "load_jobs")
 """Fields of a replica's status that are zero when nothing is copied."""
+
+REST_S: Final = 0.4
+REST_SHARE: Final = 0.3
+"""Engines rest when they use less than this share of a core for that long."""
 
 
 def make_engine(
@@ -76,3 +81,25 @@ def settle(directory: str, members: int) -> dict[str, dict[str, Any]]:
     if any(failures.values()):
         raise RuntimeError(f"hooks of the connector failed: {failures}")
     return found
+
+
+def rest(engines: Sequence[Engine]) -> None:
+    """Wait until no engine computes or spins.
+
+    A worker of vLLM polls for about a second for more work after each request. All engines are
+    bound to one core, so the next engine's request would share the core with that.
+    """
+    before = _cpu_seconds(engines)
+
+    def quiet() -> bool:
+        nonlocal before
+        time.sleep(REST_S)
+        now = _cpu_seconds(engines)
+        used, before = now - before, now
+        return used < REST_SHARE * REST_S
+
+    wait_until(quiet, "all engines are idle", SETTLE_S)
+
+
+def _cpu_seconds(engines: Sequence[Engine]) -> float:
+    return sum(engine.cpu_seconds() for engine in engines)

@@ -30,6 +30,7 @@ from xinference_xavier.store.jobs import LoadJob, LoadSegment, Tier
 from xinference_xavier.transport.base import Connection, TransportUnavailable
 from xinference_xavier.transport.loader import LoadEngine
 from xinference_xavier.transport.nixl_agent import Agent, Region, State
+from xinference_xavier.transport.pool import StagingPool
 from xinference_xavier.transport.select import PREFERENCE, Transports
 
 LEAST_RATIO: Final = 0.8
@@ -81,7 +82,12 @@ class _Reader:
         self._random = np.random.default_rng(0)
         self._jobs = 0
         try:
-            self._connection = self._transports.connect(offer.handle)
+            self._connection = self._transports.connect(
+                MEMBER,
+                offer.handle,
+                pool=StagingPool(self.staging, self._transports.quarantined),
+                deadline=time.monotonic() + LIMIT_S,
+            )
             # Once through all of the source: the first access to a mapped page is a fault, which
             # a worker's load threads have behind them after some idle moments.
             self.load(0, offer.handle.arenas[Tier.HOST].slots)

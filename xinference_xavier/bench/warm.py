@@ -5,8 +5,8 @@ Three engines live side by side, bound to the same core; one request is in fligh
 computes a prefix and shares it, ``reader`` loads it, ``control`` is plain vLLM. Every pair is one
 prefix that nobody has seen. ``control`` answers a first question cold, and a second one from its
 own cache; ``reader`` answers the second one with the loaded prefix, so that both compute the same
-tail; their answers must be equal. The order of the two alternates. The first pair pays for
-connections and first touches of memory and is reported apart.
+tail; their answers must be equal. The order of the two alternates, and all engines rest before each
+request. The first pair pays for connections and first touches of memory and is reported apart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from xinference_xavier.bench.engines import (
 from xinference_xavier.bench.models import QWEN_KV, Shape, make_random_llama
 from xinference_xavier.bench.prompts import unique_text
 from xinference_xavier.bench.report import Report
-from xinference_xavier.bench.sharing import ELEMENT_BYTES, make_engine, settle
+from xinference_xavier.bench.sharing import ELEMENT_BYTES, make_engine, rest, settle
 from xinference_xavier.bench.stats import Interval, Verdict, at_most, mean_interval, percentile
 
 ARMS: Final = ("cold", "local", "xavier")
@@ -90,19 +90,27 @@ class _Group:
         self.made += 1
         prefix = unique_text(self.made, tokens // BLOCK_TOKENS * BLOCK_TOKENS)
         first, second, third = (prefix + question for question in QUESTIONS)
-        cold = self.control.stream(first, ANSWER)
+        cold = self._ask(self.control, first)
         if self.source is None or self.reader is None:
-            return _Pair(len(prefix), cold, self.control.stream(second, ANSWER))
+            return _Pair(len(prefix), cold, self._ask(self.control, second))
         self._share(self.source, prefix)
         if self.made % 2:
-            local = self.control.stream(second, ANSWER)
-            remote = self.reader.stream(second, ANSWER)
+            local = self._ask(self.control, second)
+            remote = self._ask(self.reader, second)
         else:
-            remote = self.reader.stream(second, ANSWER)
-            local = self.control.stream(second, ANSWER)
-        own_local = self.reader.stream(third, ANSWER)
+            remote = self._ask(self.reader, second)
+            local = self._ask(self.control, second)
+        own_local = self._ask(self.reader, third)
         settle(self.directory, 2)
         return _Pair(len(prefix), cold, local, remote, own_local)
+
+    def engines(self) -> list[Engine]:
+        """Return all engines of the group."""
+        return [engine for engine in (self.control, self.source, self.reader) if engine]
+
+    def _ask(self, engine: Engine, prompt: str) -> Completion:
+        rest(self.engines())
+        return engine.stream(prompt, ANSWER)
 
     def _share(self, source: Engine, prefix: str) -> None:
         """Let ``source`` compute a prefix, and ``reader`` hear of all its blocks."""
@@ -131,14 +139,12 @@ def run(settings: Settings, report: Report) -> dict[str, Any]:
             )
 
         group = _Group(engine("control", None), directory)
-        engines = [group.control]
         if "xavier" in settings.arms:
             group.source = engine("source", _options(settings, directory, "source"))
             group.reader = engine("reader", _options(settings, directory, "reader"))
-            engines += [group.source, group.reader]
-        report.say(f"starting {len(engines)} engines")
+        report.say(f"starting {len(group.engines())} engines")
         lengths = []
-        with running(engines):
+        with running(group.engines()):
             for tokens in settings.tokens:
                 with report.steps(f"pairs of {tokens} tokens", settings.pairs + 1) as step:
                     pairs = []

@@ -44,13 +44,18 @@ def _retrieve(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
+def unbracketed(address: str) -> str:
+    """Return ``address`` as sockets and xoscar spell it: an IPv6 host without brackets."""
+    return address.replace("[", "").replace("]", "")
+
+
 async def reach(address: str, timeout_s: float) -> None:
     """Check that something accepts connections at ``address``; ``OSError`` if nothing does.
 
     xoscar opens connections one after the other, so a host that swallows packets would hold up
     every call of this loop. Ask here before letting xoscar try.
     """
-    host, _, port = address.rpartition(":")
+    host, _, port = unbracketed(address).rpartition(":")
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), timeout_s)
     except TimeoutError:
@@ -66,6 +71,7 @@ async def directory_ref(
     Raises ``xo.ActorNotExist`` if it is missing and ``create`` is False, ``TimeoutError`` or
     ``OSError`` if nothing answers at ``address``.
     """
+    address = unbracketed(address)
     uid = directory_uid(namespace)
     limit = timing.call_timeout_s
     await reach(address, limit)
@@ -114,7 +120,7 @@ async def peer_call(
 
     async def call() -> dict[str, Any]:
         await reach(address, timeout_s)
-        ref = await xo.actor_ref(address=address, uid=PEER_UID)
+        ref = await xo.actor_ref(address=unbracketed(address), uid=PEER_UID)
         answer: dict[str, Any] = await getattr(ref, method)(*args)
         return answer
 
@@ -129,7 +135,7 @@ def route_address(target: str | None) -> str:
     """
     if target is None:
         return LOOPBACK
-    host, _, port = target.rpartition(":")
+    host, _, port = unbracketed(target).rpartition(":")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

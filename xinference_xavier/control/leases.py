@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import xoscar as xo
 
-from xinference_xavier.control.breaker import Breaker
+from xinference_xavier.control.breaker import Breaker, Plane
 from xinference_xavier.control.client import bounded
 from xinference_xavier.control.messages import (
     MAX_KEYS,
@@ -44,16 +44,18 @@ class ReservationState(StrEnum):
 class Reservation:
     """Blocks asked of one member, and what it granted.
 
-    ``rows`` are (tier, slot, generation) of the granted prefix, empty until then; ``expires`` is
-    the ``time.monotonic()`` instant at which the lease ends, counted from before the request was
-    sent; ``reason`` says why it failed. The control thread sets ``state`` last, so whoever sees
-    GRANTED sees the rows.
+    ``rows`` are (tier, slot, generation) of the granted prefix, empty until then. ``lease_id`` is
+    the lease on the first of them; ``further`` are those on the others, for a source leases a few
+    hundred blocks at a time. ``expires`` is the ``time.monotonic()`` instant at which all of them
+    end, counted from before the request was sent; ``reason`` says why it failed. The control
+    thread sets ``state`` last, so whoever sees GRANTED sees the rows.
     """
 
     __slots__ = (
         "_released",
         "_state",
         "expires",
+        "further",
         "lease_id",
         "member",
         "reason",
@@ -68,6 +70,7 @@ class Reservation:
         self.expires = 0.0
         self.reason: str | None = None
         self.lease_id = 0
+        self.further: tuple[int, ...] = ()
         self._state = ReservationState.PENDING
         self._released = False
 
@@ -75,13 +78,20 @@ class Reservation:
     def state(self) -> ReservationState:
         return ReservationState.RELEASED if self._released else self._state
 
+    @property
+    def leases(self) -> tuple[int, ...]:
+        """All leases of a grant."""
+        return (self.lease_id, *self.further)
+
     def give_up(self) -> bool:
         """Mark as released, from the engine thread; False if it was already."""
         first, self._released = not self._released, True
         return first
 
-    def grant(self, lease_id: int, rows: list[Row], expires: float) -> None:
-        self.lease_id, self.rows, self.expires = lease_id, rows, expires
+    def grant(
+        self, lease_id: int, rows: list[Row], expires: float, further: tuple[int, ...] = ()
+    ) -> None:
+        self.lease_id, self.rows, self.expires, self.further = lease_id, rows, expires, further
         self._state = ReservationState.GRANTED
 
     def fail(self, reason: str) -> None:
@@ -107,8 +117,9 @@ class Peer:
 class LeaseKeeper:
     """Keeps every lease this replica has at others, until it is given back.
 
-    ``verdict(peer, failure)`` is called with None after each good answer, and with the reason
-    after a bad one; ``refused(peer, reason)`` when the peer says that it serves nobody.
+    How calls went is told to the peer's breaker; ``judged(peer)`` is called whenever that may have
+    changed. ``missed(peer, key)`` is called when the peer says that it does not have a block it was
+    asked for.
     """
 
     def __init__(
@@ -117,15 +128,15 @@ class LeaseKeeper:
         fingerprint: bytes,
         reader: Callable[[], str],
         timing: Timing,
-        verdict: Callable[[Peer, str | None], None],
-        refused: Callable[[Peer, str], None],
+        judged: Callable[[Peer], None],
+        missed: Callable[[Peer, bytes], None],
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._fingerprint = fingerprint
         self._reader = reader
         self._timing = timing
-        self._verdict = verdict
-        self._refused = refused
+        self._judged = judged
+        self._missed = missed
         # By identity: a reservation belongs to one peer for its whole life, whatever becomes of
         # the member's number.
         self._granted: dict[Reservation, Peer] = {}
@@ -138,11 +149,18 @@ class LeaseKeeper:
     # -- what the engine asked for -------------------------------------------------------------
 
     def reserve(self, reservation: Reservation, peer: Peer | None, keys: Sequence[bytes]) -> None:
-        """Send a request, unless nobody waits for it any more."""
+        """Send a request, unless nobody waits for it any more or the breaker lets nothing through.
+
+        The engine thread may not have seen yet that the peer was set aside.
+        """
         if peer is None or peer.ref is None:
-            reservation.fail("unknown member")
-            self.counters["reserve failed"] += 1
+            self._failed(reservation, "unknown member")
         elif reservation.state is ReservationState.PENDING:
+            if not peer.breaker.admit(reservation):
+                self._failed(reservation, f"breaker {peer.breaker.state}")
+                return
+            if peer.breaker.on_trial(reservation):
+                self._judged(peer)
             self._spawn(self._reserve(reservation, peer, peer.ref, keys))
 
     def hold(self, reservation: Reservation) -> None:
@@ -158,9 +176,9 @@ class LeaseKeeper:
         self._held.pop(reservation, None)
         peer = self._granted.pop(reservation, None)
         if peer is not None:
-            self._returning.setdefault(peer, []).append(reservation.lease_id)
+            self._give_back_soon(peer, reservation.leases)
             self.counters["given back"] += 1
-            self._flush_soon()
+            self._end_trial(reservation, peer)
 
     async def renew_for_ever(self) -> None:
         while True:
@@ -198,6 +216,10 @@ class LeaseKeeper:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._send)
 
+    def _give_back_soon(self, peer: Peer, leases: Iterable[int]) -> None:
+        self._returning.setdefault(peer, []).extend(leases)
+        self._flush_soon()
+
     def _send(self) -> None:
         self._scheduled = False
         renewing, self._renewing = self._renewing, {}
@@ -229,27 +251,39 @@ class LeaseKeeper:
         except Exception as error:
             # Whatever a peer or the network does is a failed reservation, never more.
             self._failed(reservation, describe(error))
-            self._verdict(peer, describe(error))
+            self._call_failed(peer, error)
             return
         if isinstance(answer, Refused):
             self._failed(reservation, answer.value)
             if answer in (Refused.DRAINING, Refused.CLOSED):
-                self._refused(peer, answer.value)
+                peer.breaker.trip(time.monotonic(), answer.value)
+                self._judged(peer)
+            self._end_trial(reservation, peer)
             return
-        self._verdict(peer, None)
+        peer.breaker.success(Plane.CONTROL)
+        self._judged(peer)
         self._arrived(reservation, peer, answer, sent + duration)
+        granted = len(reservation.rows)
+        if answer.missing and granted < len(keys):
+            self._missed(peer, keys[granted])
 
     def _arrived(
         self, reservation: Reservation, peer: Peer, answer: LeaseGrant, expires: float
     ) -> None:
         if not answer.lease_id:
             self._failed(reservation, "not held")
+            self._end_trial(reservation, peer)
             return
         # Entered before it is looked at: a release that the engine thread posts from now on
         # finds it here.
         self._granted[reservation] = peer
-        reservation.grant(answer.lease_id, unpack_rows(answer.rows), expires)
+        reservation.grant(answer.lease_id, unpack_rows(answer.rows), expires, answer.further)
         self.counters["granted"] += 1
+        if peer.breaker.on_trial(reservation):
+            # Its request may wait for long; nothing can be loaded under an expired promise.
+            asyncio.get_running_loop().call_later(
+                self._timing.promise_s, self._forgo_trial, reservation, peer
+            )
         if reservation.state is ReservationState.RELEASED:
             self.release(reservation)
 
@@ -257,12 +291,24 @@ class LeaseKeeper:
         reservation.fail(reason)
         self.counters["reserve failed"] += 1
 
+    def _call_failed(self, peer: Peer, error: BaseException) -> None:
+        peer.breaker.failure(Plane.CONTROL, time.monotonic(), describe(error))
+        self._judged(peer)
+
+    def _forgo_trial(self, reservation: Reservation, peer: Peer) -> None:
+        if reservation not in self._held:
+            self._end_trial(reservation, peer)
+
+    def _end_trial(self, reservation: Reservation, peer: Peer) -> None:
+        if peer.breaker.end_trial(reservation):
+            self._judged(peer)
+
     async def _renew(self, peer: Peer, reservations: list[Reservation]) -> None:
         if peer.ref is None:
             return
         sent = time.monotonic()
         duration = self._timing.lease_s
-        leases = [reservation.lease_id for reservation in reservations]
+        leases = [lease for reservation in reservations for lease in reservation.leases]
         try:
             alive = await bounded(
                 peer.ref.renew(peer.info.epoch, leases, duration), self._timing.call_timeout_s
@@ -270,15 +316,19 @@ class LeaseKeeper:
         except Exception as error:
             # The next round tries again; until then ``expires`` tells how long the lease lasts.
             self.counters["renewals failed"] += 1
-            self._verdict(peer, describe(error))
+            self._call_failed(peer, error)
             return
-        for reservation, renewed in zip(reservations, alive, strict=True):
-            if renewed:
+        ended = {lease for lease, renewed in zip(leases, alive, strict=True) if not renewed}
+        for reservation in reservations:
+            if ended.isdisjoint(reservation.leases):
                 reservation.expires = sent + duration
             elif self._held.pop(reservation, None) is not None:
                 del self._granted[reservation]
                 reservation.fail("lease lost")
                 self.counters["lost"] += 1
+                if left := set(reservation.leases) - ended:
+                    self._give_back_soon(peer, sorted(left))
+                self._end_trial(reservation, peer)
 
     async def _give_back(self, peer: Peer, leases: list[int]) -> None:
         if peer.ref is None:
@@ -288,7 +338,7 @@ class LeaseKeeper:
         except Exception as error:
             # The source's reaper ends them instead.
             self.counters["releases failed"] += len(leases)
-            self._verdict(peer, describe(error))
+            self._call_failed(peer, error)
 
 
 def describe(error: BaseException) -> str:

@@ -177,10 +177,17 @@ class Refused(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """``rows`` (see :func:`pack_rows`) of the leased prefix; no rows and lease 0 for a miss."""
+    """``rows`` (see :func:`pack_rows`) of the leased prefix; no rows and lease 0 for a miss.
+
+    The source leases a few hundred blocks at a time: ``lease_id`` is the lease on the first rows,
+    ``further`` are those on the rest. ``missing`` says that the first key not granted is not here
+    at all; otherwise it may be: beyond the reader's share, or on its way between the tiers.
+    """
 
     lease_id: int
     rows: bytes
+    further: tuple[int, ...] = ()
+    missing: bool = False
 
 
 def pack_keys(keys: Iterable[bytes]) -> bytes:
@@ -218,11 +225,3 @@ def pack_rows(rows: Iterable[Sequence[int]]) -> bytes:
 def unpack_rows(packed: bytes) -> list[Row]:
     """Undo :func:`pack_rows`."""
     return list(iter_unpack("=qqq", packed))
-
-
-def members_of(mask: int) -> Iterator[int]:
-    """Yield the member numbers in a set, smallest first."""
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low

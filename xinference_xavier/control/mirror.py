@@ -100,13 +100,8 @@ class Mirror:
             if number % _STEP == 0:
                 yield
 
-    def remove_member(self, number: int) -> None:
-        """Forget everything that was said about one member."""
-        for _ in self.removing_member(number):
-            pass
-
     def removing_member(self, number: int) -> Iterator[None]:
-        """Do :meth:`remove_member` in short steps, yielding between them.
+        """Forget everything that was said about one member, in short steps; yield between them.
 
         Nothing else may be applied before the last step, lest the member's next life lose
         entries to the sweep of its last.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from xinference_xavier.control.messages import (
     LeaseGrant,
     Refused,
     Timing,
+    chunks,
     pack_rows,
     unpack_keys,
 )
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     from xinference_xavier.transport.base import WorkerHandle
 
 logger = logging.getLogger(__name__)
+
+LEASE_KEYS = 256
+"""Blocks in one lease: the index is locked while it is given, or ends."""
+
 
 T = TypeVar("T")
 
@@ -92,20 +97,37 @@ class PeerActor(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
         keys: bytes,
         duration_s: float,
     ) -> LeaseGrant | Refused:
-        """Lease the longest prefix of ``keys`` that is here, for ``duration_s`` seconds."""
+        """Lease the longest prefix of ``keys`` that is here, for ``duration_s`` seconds.
+
+        In several leases of at most ``LEASE_KEYS`` blocks, so that neither this nor their release
+        keeps the engine's thread from the index for long.
+        """
         if refusal := self._refusal(fingerprint, epoch):
             return refusal
+        asked = unpack_keys(keys)
+        now = time.monotonic()
+        duration = min(duration_s, self._state.timing.heartbeat_s)
+        leases: list[int] = []
+        rows: list[Sequence[int]] = []
         try:
-            grant = self._state.index.acquire(
-                unpack_keys(keys),
-                reader=reader,
-                request=request,
-                now=time.monotonic(),
-                duration=min(duration_s, self._state.timing.heartbeat_s),
-            )
+            for part in chunks(asked, LEASE_KEYS):
+                if leases:
+                    await asyncio.sleep(0)
+                    if self._closing is not None:
+                        break
+                grant = self._state.index.acquire(
+                    part, reader=reader, request=request, now=now, duration=duration
+                )
+                if grant.rows:
+                    leases.append(grant.lease_id)
+                    rows += grant.rows
+                if len(grant.rows) < len(part):
+                    break
+            missing = len(rows) < len(asked) and not self._state.index.holds(asked[len(rows)])
         except StoreClosed:
             return Refused.CLOSED
-        return LeaseGrant(grant.lease_id, pack_rows(grant.rows))
+        first, *further = leases or [0]
+        return LeaseGrant(first, pack_rows(rows), tuple(further), missing)
 
     @no_lock
     async def renew(self, epoch: int, leases: list[int], duration_s: float) -> list[bool]:
@@ -124,10 +146,14 @@ class PeerActor(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
         """End leases; return how many had not ended before."""
         if epoch not in self._state.epochs:
             return 0
+        released = 0
         try:
-            return sum(self._state.index.release(lease) for lease in leases)
+            for lease in leases:
+                released += self._state.index.release(lease)
+                await asyncio.sleep(0)  # what waits for the index comes in between
         except StoreClosed:
             return 0
+        return released
 
     @no_lock
     async def describe(self) -> dict[str, Any]:

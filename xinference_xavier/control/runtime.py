@@ -17,30 +17,27 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import xoscar as xo
 
-from xinference_xavier.control.breaker import Breaker
 from xinference_xavier.control.client import (
     PEER_UID,
-    bounded,
     directory_members,
     peer_call,
-    reach,
     route_address,
+    unbracketed,
 )
 from xinference_xavier.control.directory_actor import run_directory
+from xinference_xavier.control.group import Group
 from xinference_xavier.control.leases import (
     LeaseKeeper,
-    Peer,
     Reservation,
     ReservationState,
     describe,
 )
-from xinference_xavier.control.messages import MemberInfo, Refused, Timing
+from xinference_xavier.control.messages import MemberInfo, Timing
 from xinference_xavier.control.mirror import Mirror
 from xinference_xavier.control.peer import (
     ClearHook,
@@ -97,15 +94,18 @@ class ControlRuntime:
         close_hook: CloseHook,
         timing: Timing | None = None,
     ) -> None:
+        # Here, because it brings torch: what only runs a directory imports this module, too.
+        from xinference_xavier.store.arena import boot_id
+
         self._timing = timing or Timing()
-        self._host = host or route_address(directory)
+        self._host = unbracketed(host or route_address(directory))
         if self._host in ("0.0.0.0", "::", "*"):
             raise ValueError(
                 f"xavier_host={self._host!r} is a wildcard that no peer can reach; give the "
                 "address of one interface"
             )
         self._name = name
-        self._host_id = _host_id()
+        self._host_id = boot_id()
         self._started = time.time()
         self._mirror = mirror
         self._state = PeerState(
@@ -119,12 +119,13 @@ class ControlRuntime:
         )
         self._epoch = self._new_epoch()
         self._outbox = Outbox()
+        self._group = Group(fingerprint=fingerprint, mirror=mirror, timing=self._timing)
         self._keeper = LeaseKeeper(
             fingerprint=fingerprint,
             reader=lambda: f"{name}:{self._epoch}",
             timing=self._timing,
-            verdict=self._verdict,
-            refused=self._refused,
+            judged=self._group.judged,
+            missed=self._group.missed,
         )
         self._membership: asyncio.Task[None] | None = None
         self._farewell: asyncio.Future[Any] | None = None
@@ -138,14 +139,10 @@ class ControlRuntime:
                 index=index,
                 outbox=self._outbox,
                 mirror=mirror,
-                members=self,
+                members=self._group,
                 post=self._post,
                 timing=self._timing,
             )
-        self._peers: dict[int, Peer] = {}
-        self._before_reset: dict[int, Peer] = {}
-        self._infos: dict[int, MemberInfo] = {}
-        self._usable = 0
         self._asking: set[bytes] = set()
         self._address = ""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -229,15 +226,11 @@ class ControlRuntime:
 
     def usable_mask(self) -> int:
         """Return the set of members that can be asked now."""
-        return self._usable
+        return self._group.usable
 
     def member_info(self, number: int) -> MemberInfo | None:
         """Return what is known of a member, its workers' handles included once it was met."""
-        return self._infos.get(number)
-
-    def members(self) -> dict[int, MemberInfo]:
-        """Return all other members by number."""
-        return dict(self._infos)
+        return self._group.infos.get(number)
 
     def reserve(self, member: int, keys: Sequence[bytes], request_id: str) -> Reservation:
         """Ask a member for a lease on the longest prefix of ``keys`` (the first 4096) it holds.
@@ -245,7 +238,7 @@ class ControlRuntime:
         Returns at once; the answer appears in the reservation.
         """
         reservation = Reservation(member, request_id)
-        if not self._post(lambda: self._keeper.reserve(reservation, self._peers.get(member), keys)):
+        if not self._post(lambda: self._keeper.reserve(reservation, self._group.get(member), keys)):
             reservation.fail("closed")
         return reservation
 
@@ -259,13 +252,11 @@ class ControlRuntime:
             self._post(lambda: self._keeper.release(reservation))
 
     def report_load(self, member: int, ok: bool, reason: str | None = None) -> None:
-        """Tell how reading from a member went: it feeds the member's breaker."""
+        """Tell how reading from a member went: it feeds the member's breaker.
 
-        def report() -> None:
-            if peer := self._peers.get(member):
-                self._verdict(peer, None if ok else reason or "load failed")
-
-        self._post(report)
+        To be told before the load's reservation is released, which otherwise ends undecided.
+        """
+        self._post(lambda: self._group.loaded(member, ok, reason))
 
     def ask(self, keys: Sequence[bytes]) -> None:
         """Ask the directory itself about ``keys``; what it knows appears in the mirror.
@@ -294,17 +285,7 @@ class ControlRuntime:
             "leases_at_others": self._keeper.held(),
             "calls_in_flight": self._keeper.in_flight(),
             "counters": dict(self._keeper.counters),
-            "peers": [
-                {
-                    "number": peer.number,
-                    "name": peer.info.name,
-                    "address": peer.info.address,
-                    "met": peer.ref is not None,
-                    "breaker": str(peer.breaker.state),
-                    "reason": peer.breaker.reason,
-                }
-                for peer in list(self._peers.values())
-            ],
+            "peers": self._group.describe(),
         }
 
     # -- control thread: life ------------------------------------------------------------------
@@ -343,13 +324,9 @@ class ControlRuntime:
             await pool.stop()
 
     async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
-        self._usable = 0
-        for peer in self._peers.values():
-            if peer.meeting is not None:
-                tasks.append(peer.meeting)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._group.close(), return_exceptions=True)
         farewell = [self._keeper.drain()]
         if self._session is not None:
             farewell.append(self._session.leave())
@@ -384,108 +361,6 @@ class ControlRuntime:
             self._epoch = self._new_epoch()
         return MemberInfo(self._name, self._epoch, self._address, self._host_id, self._started)
 
-    # -- control thread: other members (called by the session) ---------------------------------
-
-    def reset(self) -> None:
-        """Forget all members; those that the directory names again keep what we know of them."""
-        self._before_reset = {peer.info.epoch: peer for peer in self._peers.values()}
-        for number in list(self._peers):
-            self.gone(number)
-
-    def joined(self, number: int, info: MemberInfo) -> None:
-        """Note a member and begin to make its acquaintance."""
-        self.gone(number)
-        known = self._before_reset.pop(info.epoch, None)
-        timing = self._timing
-        breaker = Breaker(timing.breaker_min_s, timing.breaker_max_s)
-        peer = Peer(number, info, known.breaker if known else breaker)
-        if known is not None and known.ref is not None:
-            peer.info, peer.ref = known.info, known.ref
-        self._peers[number] = peer
-        self._infos[number] = peer.info
-        self._refresh()
-        if not peer.usable:
-            self._meet(peer)
-
-    def gone(self, number: int) -> None:
-        """Forget a member. Leases at it are kept: it may live, and they end by themselves."""
-        peer = self._peers.pop(number, None)
-        if peer is not None:
-            self._infos.pop(number, None)
-            if peer.meeting is not None:
-                peer.meeting.cancel()
-            self._refresh()
-
-    def _refresh(self) -> None:
-        self._usable = sum(1 << number for number, peer in self._peers.items() if peer.usable)
-
-    def _meet(self, peer: Peer) -> bool:
-        """Begin to fetch a member's handles; False if that goes on already."""
-        if peer.meeting is not None and not peer.meeting.done():
-            return False
-        peer.meeting = asyncio.create_task(self._meet_until_known(peer))
-        return True
-
-    async def _meet_until_known(self, peer: Peer) -> None:
-        """Fetch a member's handles: at first, and as the probe that an open breaker asks for."""
-        delay = self._timing.retry_min_s
-        while not peer.usable:
-            wait = peer.breaker.retry_at - time.monotonic()
-            if not peer.breaker.usable and wait > 0:
-                await asyncio.sleep(wait)
-            if await self._introduced(peer):
-                return
-            if peer.breaker.usable:
-                await asyncio.sleep(delay)
-                delay = min(delay * 2, self._timing.breaker_max_s)
-
-    async def _introduced(self, peer: Peer) -> bool:
-        async def call() -> tuple[xo.ActorRefType[PeerActor], tuple[WorkerHandle, ...] | Refused]:
-            await reach(peer.info.address, self._timing.call_timeout_s)
-            ref = await xo.actor_ref(address=peer.info.address, uid=PEER_UID)
-            return ref, await ref.introduce(self._state.fingerprint, peer.info.epoch)
-
-        try:
-            ref, answer = await bounded(call(), self._timing.call_timeout_s)
-        except Exception as error:
-            # A member that cannot be reached is not used, whatever the cause.
-            peer.breaker.reason = describe(error)
-            peer.breaker.probed(False, time.monotonic())
-            return False
-        if isinstance(answer, Refused):
-            peer.breaker.reason = answer.value
-            peer.breaker.probed(False, time.monotonic())
-            return False
-        peer.ref = ref
-        peer.info = _with_workers(peer.info, answer)
-        peer.breaker.probed(True, time.monotonic())
-        if self._peers.get(peer.number) is peer:
-            self._infos[peer.number] = peer.info
-            self._refresh()
-        return True
-
-    def _verdict(self, peer: Peer, failure: str | None) -> None:
-        if failure is None:
-            peer.breaker.success()
-        else:
-            peer.breaker.failure(time.monotonic(), failure)
-        self._after_verdict(peer)
-
-    def _refused(self, peer: Peer, reason: str) -> None:
-        peer.breaker.trip(time.monotonic(), reason)
-        self._after_verdict(peer)
-
-    def _after_verdict(self, peer: Peer) -> None:
-        if self._peers.get(peer.number) is peer:
-            self._refresh()
-            if not peer.usable and self._meet(peer):
-                logger.warning(
-                    "%s at %s is not asked for now: %s",
-                    peer.info.name,
-                    peer.info.address,
-                    peer.breaker.reason,
-                )
-
     def _ask(self, session: DirectorySession, keys: Sequence[bytes]) -> None:
         first = keys[0]
         if first in self._asking or len(self._asking) >= ASKS_IN_FLIGHT:
@@ -499,14 +374,3 @@ class ControlRuntime:
                 logger.debug("asking the directory failed: %s", error)
 
         task.add_done_callback(answered)
-
-
-def _with_workers(info: MemberInfo, workers: tuple[WorkerHandle, ...]) -> MemberInfo:
-    return MemberInfo(
-        info.name, info.epoch, info.address, info.host_id, info.started, tuple(workers)
-    )
-
-
-def _host_id() -> str:
-    """Name this boot of this machine; its containers share the name, which is only a hint."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

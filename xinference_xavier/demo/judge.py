@@ -22,13 +22,21 @@ EMPTY: Final = (
     "global_lru",
     "keys",
     "leases",
+    "readers",
+    "jobs",
     "staging",
     "demoting",
+    "zombies",
+    "leased_blocks",
+    "used_slots",
     "pinned_blocks",
     "load_jobs",
     "quarantined",
 )
 """Counters of a closed store that must be zero."""
+
+DRAINED: Final = ("leases", "jobs", "staging", "demoting", "zombies", "leased_blocks")
+"""Counters of a drained store that must be zero before it is cleared: clearing hides a leak."""
 
 
 @dataclass(frozen=True)
@@ -183,13 +191,22 @@ def judge_shutdown(seen: Shutdown) -> Part:
                 problems.append(f"{report['replica']} closed with {name} = {counters.get(name)}")
         if not counters.get("drained"):
             problems.append(f"{report['replica']} closed before its work was done")
+            continue
+        problems += [
+            f"{report['replica']} was drained, and cleared with {name} = {value}"
+            for name, value in _of_drained(counters).items()
+            if value != 0
+        ]
     if not seen.arenas_seen:
         problems.append("our memory was never seen, so its absence proves nothing")
     problems += [f"left behind: {what}" for what in seen.left]
-    zero = sum(report["counters"].get(name) == 0 for report in seen.reports for name in EMPTY)
+    after = [report["counters"].get(name) for report in seen.reports for name in EMPTY]
+    before = [n for report in seen.reports for n in _of_drained(report["counters"]).values()]
     shown = (
-        f"{zero} of {len(seen.replicas) * len(EMPTY)} final counters are zero; {seen.arenas_seen} "
-        f"arenas were there; left behind (holders of them, processes, files): {len(seen.left)}"
+        f"{after.count(0)} of {len(seen.replicas) * len(EMPTY)} final counters are zero, and of "
+        f"leases and copies {before.count(0)} of {len(seen.replicas) * len(DRAINED)} were before "
+        f"the stores were cleared; {seen.arenas_seen} arenas were there; left behind (holders of "
+        f"them, processes, files): {len(seen.left)}"
     )
     facts = {
         "final_counters": {report["replica"]: report["counters"] for report in seen.reports},
@@ -204,6 +221,12 @@ def _unreported(seen: Shutdown) -> list[str]:
     return [name for name in seen.replicas if name not in reported]
 
 
+def _of_drained(counters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a store said of its leases and copies just before it was cleared."""
+    reached = counters.get("reached") or {}
+    return {name: reached.get(name) for name in DRAINED}
+
+
 def _hit_problems(what: str, hit: Served, *, source: str) -> list[str]:
     problems = _cached_problems(what, hit.answer)
     wrong = {name: tokens for name, tokens in hit.loaded.items() if not name.startswith(source)}
@@ -212,7 +235,7 @@ def _hit_problems(what: str, hit: Served, *, source: str) -> list[str]:
     if hit.loaded_tokens < LEAST_TOKENS:
         problems.append(
             f"only {hit.loaded_tokens} tokens of the {what} were loaded (one reader may lease a "
-            "quarter of a tier)"
+            "quarter of the store)"
         )
     if hit.load_failures:
         problems.append(f"loads of the {what} failed: {hit.load_failures}")

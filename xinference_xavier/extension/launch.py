@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from xinference_xavier.features import HASH_ALGORITHM, check_launch
+from xinference_xavier.features import check_launch
 from xinference_xavier.options import STOCK_OPTIONS, OptionError, XavierOptions
 
 CARRIER: Final = "xavier_gpu_first_options"
@@ -37,16 +37,6 @@ NEARLY: Final = 0.85
 """From this similarity on, an unknown name is taken for a misspelt one of ours."""
 
 ONE_DEVICE: Final = "each replica has one device, and more replicas do the same as more devices"
-
-XINFERENCE_ONLY: Final[Mapping[str, str]] = {
-    "enable_mtp": "draft models have a KV cache of their own",
-    "draft_model_path": "draft models have a KV cache of their own",
-    "transfer_backend_type": "GPU-first Xavier chooses with xavier_transport",
-    "enable_weight_cache": "weights could change under blocks that are shared",
-    "_nixl_config": "every replica both fills and uses the store",
-    "_xavier_cache_config": "the built-in Xavier cannot run beside it",
-}
-"""Launch arguments that only Xinference knows, and why they are refused."""
 
 
 @dataclass(frozen=True)
@@ -120,32 +110,19 @@ def launch_problems(config: Mapping[str, Any]) -> list[str]:
     """Return why a launch with these arguments cannot be GPU-first, for people.
 
     ``config`` holds a launch's arguments, or what reached a model's class of them. The table in
-    ``features`` knows what an engine can do; here is what only Xinference has a name for.
+    ``features`` knows what cannot work; here is what depends on several arguments, or on how
+    Xinference writes them.
     """
-    known = {
-        name: _plain(value)
-        for name, value in config.items()
-        # Roles are looked at below, and what begins with xavier_ is for XavierOptions to refuse.
-        if name != "replica_config" and not name.startswith("xavier_")
-    }
-    problems = check_launch(known)
+    # What begins with xavier_ is for XavierOptions to refuse.
+    problems = check_launch(
+        {name: _plain(value) for name, value in config.items() if not name.startswith("xavier_")}
+    )
     engine, kind = config.get("model_engine"), config.get("model_type")
     if engine is not None and str(engine).lower() != "vllm":
         problems.append(f"model_engine={engine!r} is not supported with {SWITCH}; use vLLM")
     if kind is not None and str(kind).lower() != "llm":
         problems.append(f"model_type={kind!r} is not supported with {SWITCH}; use LLM")
-    problems += _device_problems(config)
-    problems += _role_problems(config)
-    for name, why in XINFERENCE_ONLY.items():
-        if known.get(name):
-            problems.append(f"{name} cannot be used with {SWITCH}, because {why}; leave it out")
-    algorithm = config.get("prefix_caching_hash_algo")
-    if algorithm not in (None, HASH_ALGORITHM):
-        problems.append(
-            f"prefix_caching_hash_algo={algorithm!r} cannot be used with {SWITCH}, whose replicas "
-            f"agree on {HASH_ALGORITHM}; leave it out"
-        )
-    return problems
+    return problems + _device_problems(config)
 
 
 def _switch_problems(payload: Mapping[str, Any]) -> list[str]:
@@ -187,15 +164,6 @@ def _device_problems(config: Mapping[str, Any]) -> list[str]:
             f"{ONE_DEVICE}; give one index per replica"
         )
     return problems
-
-
-def _role_problems(config: Mapping[str, Any]) -> list[str]:
-    entries = config.get("replica_config")
-    given = {entry.get("role") for entry in entries or () if isinstance(entry, Mapping)}
-    roles = sorted(str(role) for role in given - {None, "hybrid"})
-    if not roles:
-        return []
-    return check_launch({"replica_config": " and ".join(roles)})
 
 
 def _whole(value: object) -> int | None:

@@ -4,8 +4,12 @@
 Pure bookkeeping of one replica, on its scheduler side: no bytes, no torch, no sockets, and no
 clock (times are floats of the caller's monotonic clock, in seconds). The engine's thread, the
 peer's thread and the reaper share it; every public method takes one lock, and nothing waits,
-logs or calls back under it. The engine's thread passes ``wait=False`` where it looks up, and
-gets None ("ask again") while another thread is inside.
+logs or calls back under it. The engine's thread passes ``wait=False`` where it looks up, and gets
+None ("ask again") while another thread is inside.
+
+``admit``, ``commit`` and ``acquire`` hold the lock for all of their keys, at a microsecond or
+less each. Callers bound that time: they pass a few hundred keys at once. ``release`` lets others
+in between pieces of a long lease, and ``reap`` ends after some hundred blocks.
 
 A block is written by a job: :meth:`SnapshotIndex.admit` plans it, a worker runs it, and
 :meth:`SnapshotIndex.commit` makes what succeeded visible. What readers have leased neither moves
@@ -57,6 +61,9 @@ __all__ = [
     "Totals",
 ]
 
+RELEASE_BLOCKS = 256
+"""A release lets others in after so many blocks."""
+
 REAP_BLOCKS = 512
 """One ``reap`` stops after the lease that brings it to this many blocks."""
 
@@ -67,7 +74,8 @@ class SnapshotIndex:
     ``device_slots`` and ``host_slots`` are the slots of the arenas; ``spare_slots`` of the host
     slots are kept for blocks that arrive while the tier is full, so that tier holds at most
     ``host_slots - spare_slots`` blocks. Either tier, or both, may be empty. One reader may lease
-    at most ``reader_share`` of the capacity of both tiers together, but at least one block.
+    at most ``reader_share`` of the capacity of both tiers together, but at least one block; a
+    block that several of its leases name counts once.
 
     Every method but :meth:`close` raises :class:`StoreClosed` after :meth:`close`.
     """
@@ -130,45 +138,20 @@ class SnapshotIndex:
         *,
         failed_demotions: Collection[int] = (),
         failed_stores: Collection[int] = (),
-        discard: bool = False,
     ) -> Changes:
         """Make visible what a job achieved, once every rank has reported it.
 
         The failed entries are indices into the admission's ``demotions`` and ``stores``; a store
-        whose demotion failed counts as failed. ``discard`` fails all stores (their prefix turned
-        out invalid) and keeps the demotions. A job from before a ``clear()`` only frees its slots.
-        Raises ValueError, with nothing changed, for a job that is unknown or committed already,
-        and for an index that the job does not have.
+        whose demotion failed counts as failed. A job from before a ``clear()`` only frees its
+        slots. Raises ValueError, with nothing changed, for a job that is unknown or committed
+        already, and for an index that the job does not have.
         """
         with self._locked():
             return self._placement.finish(
-                job_id, self._epoch, frozenset(failed_demotions), frozenset(failed_stores), discard
+                job_id, self._epoch, frozenset(failed_demotions), frozenset(failed_stores)
             )
 
     # Reading: lookups and leases.
-
-    @overload
-    def match(
-        self, keys: Sequence[bytes], start: int = 0, *, wait: Literal[True] = True
-    ) -> int: ...
-    @overload
-    def match(self, keys: Sequence[bytes], start: int = 0, *, wait: bool) -> int | None: ...
-    def match(self, keys: Sequence[bytes], start: int = 0, *, wait: bool = True) -> int | None:
-        """Number of consecutive keys from ``keys[start]`` on that readers can get.
-
-        A hint, which changes no order. Returns None if ``wait`` is False and the index is busy.
-        """
-        if not self._enter(wait):
-            return None
-        try:
-            get, state = self._table.where.get, self._table.state
-            for position in range(start, len(keys)):
-                slot = get(keys[position])
-                if slot is None or state[slot] != READY:
-                    return position - start
-            return max(0, len(keys) - start)
-        finally:
-            self._lock.release()
 
     @overload
     def acquire(
@@ -228,16 +211,28 @@ class SnapshotIndex:
             return self._book.renew(lease_id, now + duration)
 
     def release(self, lease_id: int) -> bool:
-        """End a lease. False, and counted, when it had ended already; 0 is no lease."""
+        """End a lease. False, and counted, when it had ended already; 0 is no lease.
+
+        A long lease ends piece by piece, from its end on, and lets others in between the pieces.
+        """
+        live = False
+        while True:
+            with self._locked():
+                if lease_id == 0:
+                    return False
+                piece = self._book.shorten(lease_id, RELEASE_BLOCKS)
+                if piece is not None:
+                    self._table.unhold(piece.slots[::-1], zombie=piece.epoch != self._epoch)
+                elif not live:
+                    self._totals.double_releases += 1
+                if piece is None or lease_id not in self._book:
+                    return live or piece is not None
+            live = True
+
+    def holds(self, key: bytes) -> bool:
+        """Whether the block is here in any state: readable, being written or on the move."""
         with self._locked():
-            if lease_id == 0:
-                return False
-            lease = self._book.end(lease_id)
-            if lease is None:
-                self._totals.double_releases += 1
-                return False
-            self._table.unhold(lease.slots[::-1], zombie=lease.epoch != self._epoch)
-            return True
+            return key in self._table.where
 
     def reap(self, now: float) -> int:
         """End leases that have run out; returns how many.
@@ -297,23 +292,34 @@ class SnapshotIndex:
             return self._counters()
 
     def close(self) -> FinalCounters:
-        """Forget everything: orders, keys, leases, jobs. Idempotent, returns the same each time."""
+        """Forget everything: orders, keys, leases, jobs. Idempotent, returns the same each time.
+
+        Leases end and jobs are abandoned the way they always do after a ``clear()``; the result
+        counts what that leaves behind, which is nothing unless the bookkeeping has a fault.
+        """
         with self._lock:
             if self._final is not None:
                 return self._final
             reached = self._counters()
-            old = self._table, self._book, self._placement
-            self._table = table = SlotTable(0, 0)
-            self._book = LeaseBook(0, reader_share=1.0)
-            self._placement = Placement(table, (0, 0), self._totals)
+            table = self._table
+            old = table.clear()
+            self._placement.abort_all()
+            for lease in self._book.live():
+                self._book.end(lease.lease_id)
+                table.unhold(lease.slots, zombie=True)
             final = self._final = FinalCounters(
                 device_lru=table.order.sizes[Tier.DEVICE],
                 host_lru=table.order.sizes[Tier.HOST],
                 global_lru=table.recency.sizes[0],
                 keys=len(table.where),
                 leases=len(self._book),
+                readers=self._book.readers(),
+                jobs=len(self._placement.jobs),
                 staging=table.staging,
                 demoting=table.arriving,
+                zombies=sum(table.zombies),
+                leased_blocks=sum(table.leased),
+                used_slots=table.slots - sum(table.free(tier) for tier in Tier),
                 reached=reached,
             )
         del old
@@ -369,8 +375,8 @@ class SnapshotIndex:
     ) -> Grant:
         table = self._table
         slots = self._ready_prefix(keys)
-        allowed = self._book.allowance(reader)
-        if allowed is not None and allowed < len(slots):
+        allowed = self._book.allowance(reader, slots)
+        if allowed < len(slots):
             self._totals.share_cuts += 1
             del slots[allowed:]
         if not slots:

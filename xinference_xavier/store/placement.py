@@ -83,7 +83,6 @@ class Placement:
         epoch: int,
         failed_demotions: frozenset[int],
         failed_stores: frozenset[int],
-        discard: bool,
     ) -> Changes:
         """See ``SnapshotIndex.commit``."""
         job = self.jobs.get(job_id)
@@ -97,8 +96,13 @@ class Placement:
             return Changes([], [])
         removed: list[bytes] = []
         self._finish_demotions(job, failed_demotions, removed)
-        added = self._finish_stores(job, failed_demotions, failed_stores, discard, removed)
+        added = self._finish_stores(job, failed_demotions, failed_stores, removed)
         return Changes(added, removed)
+
+    def abort_all(self) -> None:
+        """Give up every job in flight, after the table was cleared."""
+        while self.jobs:
+            self._abort(self.jobs.popitem()[1])
 
     # Inner parts.
 
@@ -172,7 +176,6 @@ class Placement:
         job: Job,
         failed_demotions: Collection[int],
         failed: Collection[int],
-        discard: bool,
         removed: list[bytes],
     ) -> list[bytes]:
         """Publish the stores that count; returns their keys."""
@@ -184,9 +187,6 @@ class Placement:
                 totals.failed_stores += 1  # ``restore`` gave its slot back to the old block.
             elif row in failed:
                 totals.failed_stores += 1
-                table.abandon(slot)
-            elif discard:
-                totals.discarded += 1
                 table.abandon(slot)
             elif table.tier(slot) is Tier.DEVICE:
                 good.append(slot)

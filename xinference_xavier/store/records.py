@@ -101,7 +101,7 @@ class Totals:
     """Blocks whose copy failed, or whose demotion did."""
     failed_demotions: int = 0
     discarded: int = 0
-    """Blocks copied in vain: their prefix was invalid, or the store was cleared meanwhile."""
+    """Blocks copied in vain: the store was cleared meanwhile."""
     granted: int = 0
     """Blocks leased, counted once per lease."""
     double_releases: int = 0
@@ -138,13 +138,24 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class FinalCounters:
-    """A closed store: what is left in it (nothing), and ``reached``, the last state before."""
+    """A closed store: what clearing it left behind, and ``reached``, the last state before.
+
+    Everything but ``reached`` is 0 unless the bookkeeping has a fault. ``device_lru``,
+    ``host_lru`` and ``global_lru`` are the lengths of the orders, ``keys`` is what lookups can
+    find, ``readers`` counts peers whose share is in use, and ``used_slots`` the slots of both
+    tiers that are not free. The others are those of :class:`Counters`.
+    """
 
     device_lru: int
     host_lru: int
     global_lru: int
     keys: int
     leases: int
+    readers: int
+    jobs: int
     staging: int
     demoting: int
+    zombies: int
+    leased_blocks: int
+    used_slots: int
     reached: Counters

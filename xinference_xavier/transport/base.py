@@ -7,20 +7,25 @@ a local copy goes straight into KV blocks: the copy cannot outlive its caller. A
 would corrupt what vLLM recomputes there after a failure (DESIGN 4, "Load"); the local copy
 follows when the read is complete.
 
-Every call here happens on a load thread of the worker, never on the engine's thread.
+Transports are started and closed on the worker's main thread, and closing is bounded. Every other
+call here happens on a load thread, never on the engine's.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 
 from xinference_xavier.store.arena import ArenaHandle
 from xinference_xavier.store.jobs import Tier
+
+CLOSE_S: Final = 2.0
+"""Time in which a transport closes when its owner names none."""
 
 
 class TransportUnavailable(Exception):
@@ -41,7 +46,7 @@ class WorkerHandle:
 
     ``host_id`` is equal on workers that can try to map each other's memory. ``nixl`` is the
     NIXL agent's metadata with the registered arenas, ``xoscar`` the address of the worker's
-    ``nixl://`` pool; both are None where that transport is off.
+    actor pool, over plain sockets; both are None where that transport is off.
     """
 
     rank: int
@@ -107,8 +112,8 @@ class Transport(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def connect(self, peer: WorkerHandle) -> Connection:
-        """Open a path to a peer's worker of the same rank.
+    def connect(self, peer: WorkerHandle, *, deadline: float = math.inf) -> Connection:
+        """Open a path to a peer's worker of the same rank, before ``deadline`` (monotonic).
 
         Raises :class:`TransportUnavailable`.
         """
@@ -118,5 +123,9 @@ class Transport(ABC):
         return frozenset()
 
     @abstractmethod
-    def close(self) -> None:
-        """Release everything, open connections included. Idempotent."""
+    def close(self, deadline_s: float = CLOSE_S) -> None:
+        """Release everything, open connections included, within some ``deadline_s`` seconds.
+
+        What does not end by then is left to a daemon thread, which keeps the memory that a late
+        write may hit. Idempotent.
+        """

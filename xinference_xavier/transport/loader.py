@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Final
 
@@ -24,18 +25,22 @@ from xinference_xavier.layout import BlockLayout
 from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.copier import CHECKSUM, EngineClosed
 from xinference_xavier.store.device import Device
-from xinference_xavier.store.jobs import LoadJob, LoadResult, SegmentResult, Tier
+from xinference_xavier.store.jobs import OWN_STORE, LoadJob, LoadResult, SegmentResult, Tier
 from xinference_xavier.store.threads import start_thread
 from xinference_xavier.transport.base import WorkerHandle
-from xinference_xavier.transport.links import LinkStatus, PeerLinks
+from xinference_xavier.transport.links import PeerLinks
 from xinference_xavier.transport.pool import StagingPool
 from xinference_xavier.transport.segment import Means, SegmentLoad, Verifier
 from xinference_xavier.transport.select import Transports
+from xinference_xavier.transport.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
 REAP_S: Final = 2.0
 """How often idle load threads look for dead peers."""
+
+QUARANTINE_S: Final = 0.1
+"""How often they ask whether quarantined staging slots came free, while there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +53,11 @@ class _Task:
 class LoadEngine:
     """Runs load jobs on a few threads ``xavier-load-N``.
 
-    ``submit``, ``poll`` and ``status`` are for the worker's main thread and never wait. Each job
-    gives exactly one result, within its timeout plus the end of a local copy.
+    ``submit``, ``poll`` and ``quarantined`` are for the worker's main thread and never wait. Each
+    job gives exactly one result, within its timeout plus the end of a local copy.
+
+    Of several threads the first takes only loads that no peer can hold up (see ``tasks``). It does
+    not look after connections either, since closing one may wait for its transport.
 
     Failed rows carry one reason per segment: ``generation`` (the slot holds something else),
     ``checksum``, ``timeout``, ``transfer`` (the read failed), ``unavailable`` (no path to the
@@ -65,33 +73,49 @@ class LoadEngine:
         verify: str,
         staging: range,
         transports: Transports,
-        threads: int = 2,
+        threads: int = 3,
         reap_s: float = REAP_S,
     ) -> None:
         """Start the threads. ``staging`` are slots at the end of our host arena."""
-        self._links = PeerLinks(transports)
+        pool = StagingPool(staging, transports.quarantined)
+        self._transports = transports
+        self._links = PeerLinks(transports, pool)
         self._means = Means(
             layout=layout,
             arenas=dict(arenas),
             device=device,
             links=self._links,
-            pool=StagingPool(staging, transports.quarantined),
+            pool=pool,
         )
         self._verify = verify == CHECKSUM
         self._reap_s = reap_s
         self._next_reap = time.monotonic() + reap_s
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._tasks: Tasks[_Task] = Tasks()
         self._results: SimpleQueue[LoadResult] = SimpleQueue()
         self._lock = threading.Lock()
         self._pending = 0
         self._closed = False
+        self._quarantined = 0
+        self._looking = threading.Lock()
         self._abandon = threading.Event()
-        self._threads = [start_thread(self._run, f"xavier-load-{i}") for i in range(threads)]
+        self._threads = [
+            start_thread(partial(self._run, i == 0 and threads > 1), f"xavier-load-{i}")
+            for i in range(threads)
+        ]
 
     @property
     def pending(self) -> int:
         """Jobs submitted whose result was not polled yet."""
         return self._pending
+
+    @property
+    def quarantined(self) -> int:
+        """Staging slots into which a timed-out transfer may still write, when last asked.
+
+        That is before the result of the load in question is there, and soon after the transfer
+        ended.
+        """
+        return self._quarantined
 
     def submit(self, job: LoadJob, peers: Mapping[int, WorkerHandle]) -> None:
         """Queue a job; its timeout begins now. ``peers`` has the handle of each member in it.
@@ -102,7 +126,11 @@ class LoadEngine:
             if self._closed:
                 raise EngineClosed(f"load engine is closed: load job {job.job_id} is not taken")
             self._pending += 1
-            self._tasks.put(_Task(job, peers, time.monotonic()))
+            quick = all(
+                segment.member == OWN_STORE or self._is_mapped(segment.member, peers)
+                for segment in job.segments
+            )
+            self._tasks.put(_Task(job, peers, time.monotonic()), quick=quick)
 
     def poll(self) -> list[LoadResult]:
         """Return the results that are ready, each once."""
@@ -113,10 +141,6 @@ class LoadEngine:
             self._pending -= len(results)
         return results
 
-    def status(self) -> dict[int, LinkStatus]:
-        """Return the transport in use and its measured bandwidth, per member."""
-        return self._links.status()
-
     def close(self, deadline_s: float) -> bool:
         """Refuse new jobs and finish the queued ones within ``deadline_s`` seconds. Idempotent.
 
@@ -125,10 +149,8 @@ class LoadEngine:
         Connections close with their last user.
         """
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                for _ in self._threads:
-                    self._tasks.put(None)
+            self._closed = True
+            self._tasks.close()
         end = time.monotonic() + deadline_s
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
@@ -138,22 +160,27 @@ class LoadEngine:
 
     # --- the load threads -------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, only_quick: bool) -> None:
         verifier = Verifier(self._means.layout, self._means.device) if self._verify else None
-        more = False
+        pause = self._reap_s
         while True:
             try:
-                task = self._tasks.get(timeout=0 if more else self._reap_s)
+                taken = self._tasks.get(only_quick=only_quick, timeout=pause)
             except Empty:
-                more = self._tidy()
+                pause = self._reap_s if only_quick else self._tidy()
                 continue
-            if task is None:
+            if taken is None:
                 return
-            self._results.put(self._load(task, verifier))
-            more = self._tidy()
+            task, quick = taken
+            result = self._load(task, quick, verifier)
+            if not quick:
+                self._look_at_quarantine()
+            self._results.put(result)
+            if not only_quick:
+                pause = self._tidy()
 
-    def _tidy(self) -> bool:
-        """Do a bit of work between loads; return whether there is more of it."""
+    def _tidy(self) -> float:
+        """Do a bit of work between loads; return in how many seconds there is more of it."""
         try:
             with self._lock:
                 now = time.monotonic()
@@ -162,12 +189,28 @@ class LoadEngine:
                     self._next_reap = now + self._reap_s
             if due:
                 self._links.reap()
-            return self._tasks.empty() and self._links.warm()
+            if self._quarantined:
+                self._look_at_quarantine()
+            if self._tasks.empty() and self._links.warm():
+                return 0.0
+            return min(self._reap_s, QUARANTINE_S) if self._quarantined else self._reap_s
         except Exception:  # fail open: a transport that misbehaves must not end the thread
             logger.exception("looking after connections failed")
-            return False
+            return self._reap_s
 
-    def _load(self, task: _Task, verifier: Verifier | None) -> LoadResult:
+    def _look_at_quarantine(self) -> None:
+        try:
+            # One at a time: a thread that looked earlier must not write later.
+            with self._looking:
+                self._quarantined = len(self._transports.quarantined())
+        except Exception:  # fail open: as in `_tidy`; the last number stays
+            logger.exception("asking for quarantined staging slots failed")
+
+    def _is_mapped(self, member: int, peers: Mapping[int, WorkerHandle]) -> bool:
+        peer = peers.get(member)
+        return peer is not None and self._links.mapped(member, peer)
+
+    def _load(self, task: _Task, quick: bool, verifier: Verifier | None) -> LoadResult:
         job = task.job
         result = LoadResult(job.job_id, job.request_id)
         stop = "closed" if self._abandon.is_set() else None
@@ -179,6 +222,7 @@ class LoadEngine:
                     request_id=job.request_id,
                     peer=task.peers.get(segment.member),
                     deadline=task.submitted + job.timeout_s,
+                    quick=quick,
                     verifier=verifier,
                 ).run()
                 if part.failed_rows:

@@ -10,7 +10,8 @@ to a list of overdue transfers together with its staging slots; ``quarantined()`
 The resources of a peer stay until its last connection, running fetch and overdue transfer are gone.
 
 Threads: any thread; several fetches run at the same time on the one agent, and none of them holds
-a lock while it waits.
+a lock while it waits. Loading and forgetting peers, in which NIXL may talk, is serialised by a lock
+of its own (``_wiring``), so that fetches and ``quarantined()`` never wait for it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import math
 import threading
 import time
 import uuid
@@ -30,7 +32,9 @@ import numpy as np
 import torch
 
 from xinference_xavier.store.jobs import Tier
+from xinference_xavier.store.threads import start_thread
 from xinference_xavier.transport.base import (
+    CLOSE_S,
     Connection,
     SlotView,
     TransferFailed,
@@ -130,6 +134,8 @@ class NixlTransport(Transport):
         # the row, also while an overdue transfer may still write it.
         self._meta_scratch = torch.zeros((len(staging), 2), dtype=torch.int64)
         self._lock = threading.Condition()
+        # Taken before `_lock` where both are.
+        self._wiring = threading.Lock()
         self._peers: dict[bytes, _Peer] = {}
         self._overdue: list[_Overdue] = []
         self._active = 0
@@ -168,7 +174,7 @@ class NixlTransport(Transport):
         """What goes into ``WorkerHandle.nixl``: JSON of a few KiB, constant for our lifetime."""
         return self._metadata
 
-    def connect(self, peer: WorkerHandle) -> NixlConnection:
+    def connect(self, peer: WorkerHandle, *, deadline: float = math.inf) -> NixlConnection:
         """Load the peer's metadata and prepare its slots. Local work only: nothing is sent yet."""
         if peer.nixl is None:
             raise TransportUnavailable("the peer has no NIXL")
@@ -183,16 +189,13 @@ class NixlTransport(Transport):
         if reason is not None:
             raise TransportUnavailable(reason)
         self._settle_overdue()
-        with self._lock:
-            if self._closed:
-                raise TransportUnavailable("the NIXL transport is closed")
-            known = self._peers.get(advert.agent)
-            if known is None:
-                known = self._add_peer(advert)
-            elif known.broken is not None:
-                raise TransportUnavailable(f"the peer's agent failed: {known.broken}")
-            known.users += 1
-        return NixlConnection(self, known)
+        left = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+        if not self._wiring.acquire(timeout=left):
+            raise TransportUnavailable("NIXL was still busy with another peer")
+        try:
+            return NixlConnection(self, self._wire(advert))
+        finally:
+            self._wiring.release()
 
     def quarantined(self) -> frozenset[int]:
         """Poll the overdue transfers and return the staging slots of those that have not ended."""
@@ -200,16 +203,30 @@ class NixlTransport(Transport):
         with self._lock:
             return frozenset().union(*(item.staging for item in self._overdue))
 
-    def close(self) -> None:
-        """Stop running fetches (they fail), then destroy the agent: no write comes after this."""
+    def close(self, deadline_s: float = CLOSE_S) -> None:
+        """Stop running fetches (they fail), then destroy the agent: no write comes after that.
+
+        NIXL sets no limit to the time it takes. What is not done after ``deadline_s`` seconds goes
+        on in the daemon thread "xavier-nixl-close", which holds the memory until then.
+        """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
+        closing = start_thread(self._destroy, "xavier-nixl-close")
+        closing.join(deadline_s)
+        if closing.is_alive():
+            logger.warning("NIXL was still closing after %.1f s", deadline_s)
+
+    def _destroy(self) -> None:
+        with self._lock:
             # A fetch looks at the flag between two short sleeps, so this wait is short.
             self._lock.wait_for(lambda: self._active == 0)
-            overdue, self._overdue = self._overdue, []
-            peers, self._peers = list(self._peers.values()), {}
+        # A connect that had begun ends first; none comes after it.
+        with self._wiring:
+            with self._lock:
+                overdue, self._overdue = self._overdue, []
+                peers, self._peers = list(self._peers.values()), {}
             running = [item.transfer for item in overdue]
             if running:
                 logger.warning("closing NIXL with %d transfers that never ended", len(running))
@@ -219,14 +236,51 @@ class NixlTransport(Transport):
                 self._agent.close(running)
             except NixlError as exc:
                 logger.warning("closing the NIXL agent: %s", exc)
-            self._views = {}
+        self._views = {}
 
     # -- peers
 
-    def _add_peer(self, advert: _Advert) -> _Peer:
+    def _wire(self, advert: _Advert) -> _Peer:
+        """Return the peer with one user more, prepared; ``_wiring`` is held."""
+        self._forget_unused()
+        with self._lock:
+            if self._closed:
+                raise TransportUnavailable("the NIXL transport is closed")
+            known = self._peers.get(advert.agent)
+            if known is not None:
+                if known.broken is not None:
+                    raise TransportUnavailable(f"the peer's agent failed: {known.broken}")
+                known.users += 1
+                return known
+        known = self._prepare(advert)
+        with self._lock:
+            # Also after a close that came meanwhile: it forgets what it finds here.
+            self._peers[advert.agent] = known
+        return known
+
+    def _forget_unused(self) -> None:
+        """Let NIXL forget peers without users; ``_wiring`` is held."""
+        with self._lock:
+            unused = [known for known in self._peers.values() if known.users == 0]
+            for known in unused:
+                del self._peers[known.key]
+        for known in unused:
+            self._forget(known)
+
+    def _tidy_peers(self) -> None:
+        """Forget peers without users now, or leave it to whoever is wiring or comes next."""
+        with self._lock:
+            unused = any(known.users == 0 for known in self._peers.values())
+        if unused and self._wiring.acquire(blocking=False):
+            try:
+                self._forget_unused()
+            finally:
+                self._wiring.release()
+
+    def _prepare(self, advert: _Advert) -> _Peer:
         agent = self._agent
         try:
-            known = _Peer(advert.agent, agent.add_peer(advert.agent))
+            known = _Peer(advert.agent, agent.add_peer(advert.agent), users=1)
             try:
                 for tier, regions in advert.tiers.items():
                     for region, unit in (
@@ -241,15 +295,7 @@ class NixlTransport(Transport):
                 raise
         except NixlError as exc:
             raise TransportUnavailable(str(exc)) from exc
-        self._peers[advert.agent] = known
         return known
-
-    def _release_user(self, known: _Peer) -> None:
-        """Drop one use; the lock is held."""
-        known.users -= 1
-        if known.users == 0 and self._peers.get(known.key) is known:
-            del self._peers[known.key]
-            self._forget(known)
 
     def _forget(self, known: _Peer) -> None:
         """Release what NIXL holds of a peer none of whose transfers is running."""
@@ -277,8 +323,9 @@ class NixlTransport(Transport):
     def _end(self, known: _Peer) -> None:
         with self._lock:
             self._active -= 1
-            self._release_user(known)
+            known.users -= 1
             self._lock.notify_all()
+        self._tidy_peers()
 
     def _fetch(
         self,
@@ -301,6 +348,8 @@ class NixlTransport(Transport):
             order = np.argsort(theirs, kind="stable")
             local, remote = ours[order], theirs[order]
             owned = frozenset(staging)
+            # So that a read which brought nothing is no generation.
+            self._meta_scratch[torch.from_numpy(ours).long()] = -1
             for pair in ((self._local_data, prepared.data), (self._local_meta, prepared.meta)):
                 try:
                     transfer = self._agent.read(pair[0], local, pair[1], remote)
@@ -356,8 +405,9 @@ class NixlTransport(Transport):
                     continue
                 if state is State.DISCONNECTED:
                     item.peer.broken = f"NIXL read failed: {item.transfer.error}"
-                self._release_user(item.peer)
+                item.peer.users -= 1
             self._overdue = remaining
+        self._tidy_peers()
 
 
 class NixlConnection(Connection):
@@ -388,7 +438,8 @@ class NixlConnection(Connection):
         with self._owner._lock:
             if self._open:
                 self._open = False
-                self._owner._release_user(self._peer)
+                self._peer.users -= 1
+        self._owner._tidy_peers()
 
 
 # -- the document that peers exchange

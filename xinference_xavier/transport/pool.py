@@ -40,12 +40,6 @@ class StagingPool:
         finally:
             self._give_back(slots)
 
-    def free(self) -> int:
-        """Return how many slots could be lent now."""
-        with self._changed:
-            self._unpark()
-            return len(self._free)
-
     def _take(self, most: int, deadline: float) -> list[int]:
         with self._changed:
             while True:

@@ -31,6 +31,7 @@ from xinference_xavier.transport.base import (
     TransportUnavailable,
     WorkerHandle,
 )
+from xinference_xavier.transport.faults import blames
 from xinference_xavier.transport.links import PeerLinks
 from xinference_xavier.transport.pool import StagingPool
 
@@ -74,18 +75,24 @@ class SegmentLoad:
         request_id: str,
         peer: WorkerHandle | None,
         deadline: float,
+        quick: bool,
         verifier: Verifier | None,
     ) -> None:
-        """``peer`` is the handle of the segment's member, ``deadline`` a monotonic instant."""
+        """``peer`` is the handle of the segment's member, ``deadline`` a monotonic instant.
+
+        A ``quick`` load opens no connection: it uses memory that is mapped already, or fails.
+        """
         self._means = means
         self._segment = segment
         self._request_id = request_id
         self._peer = peer
         self._deadline = deadline
+        self._quick = quick
         self._verifier = verifier
         self._good: _Mask = np.zeros(len(segment.rows), dtype=np.bool_)
         self._result = SegmentResult(segment.member, "none")
         self._connected: float | None = None
+        self._read_at = 0.0
 
     def run(self) -> SegmentResult:
         """Load what can be loaded; every row that was not is in ``failed_rows``."""
@@ -113,23 +120,28 @@ class SegmentLoad:
         result.seconds = end - start
         if self._connected is not None:
             # Opening a connection is no part of the path's bandwidth.
-            self._means.links.account(member, result.nbytes, end - self._connected)
+            self._means.links.worked(member, result.nbytes, end - self._connected)
         return result
 
     def _from_peer(self, member: int) -> None:
         if self._peer is None:
             raise TransportUnavailable(f"the handle of member {member} is not known")
         links = self._means.links
-        with links.use(member, self._peer) as connection:
-            self._connected = time.monotonic()
+        use = (
+            links.use_mapped(member, self._peer)
+            if self._quick
+            else links.use(member, self._peer, deadline=self._deadline)
+        )
+        with use as connection:
+            self._connected = self._read_at = time.monotonic()
             self._result.transport = connection.transport
             try:
                 self._rows(connection)
             except TransferFailed as error:
-                # A path that failed is opened anew, or another one taken, by the next load. One
-                # that was only slow is kept.
-                if not isinstance(error, TransferTimeout):
-                    links.retire(connection)
+                # The next load opens it anew or takes another path. One that had too little
+                # time, for whatever came before, is kept.
+                if blames(error, self._deadline - self._read_at):
+                    links.failed(connection, error)
                 raise
 
     def _check(self) -> None:
@@ -142,7 +154,7 @@ class SegmentLoad:
         rows, size = self._segment.rows, self._means.chunk
         for start in range(0, len(rows), size):
             if time.monotonic() >= self._deadline:
-                raise TransferTimeout("the load's time was over")
+                raise TimeoutError("the load's time was over")
             chunk = rows[start : start + size]
             good = self._good[start : start + len(chunk)]
             for tier in sorted(set(chunk[:, 0].tolist())):
@@ -186,6 +198,7 @@ class SegmentLoad:
             with self._means.pool.lend(left, deadline=self._deadline) as staging:
                 part = mine[done : done + len(staging)]
                 slots, promised, blocks = chunk[part, 1], chunk[part, 2], chunk[part, 3]
+                self._read_at = time.monotonic()
                 meta = connection.fetch(tier, slots.tolist(), staging, deadline=self._deadline)
                 if tuple(meta.shape) != (len(part), 2):
                     raise TransferFailed(f"{tuple(meta.shape)} meta rows for {len(part)} slots")

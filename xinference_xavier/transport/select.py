@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transports of a worker, and the choice among them per peer.
 
-``auto`` tries them in order of speed and takes the first that connects; a forced choice has no
-fallback. Every refusal is counted under its reason, so that a slow path is never taken silently.
+``auto`` tries them in order of speed and takes the first that connects and, where slots must be
+fetched, delivers a first one; a forced choice has no fallback. A transport whose reads from a peer
+fail is passed over for that peer for a while. Every refusal is counted under its reason, so that
+a slow path is never taken silently.
+
+The xoscar pool stays published in ``auto``: peers without NIXL, or with only sockets between us,
+have no other way, and whether there are any is not known at start. Idle it sleeps in its loop.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, TypedDict
@@ -16,12 +22,16 @@ from typing import Final, TypedDict
 from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.jobs import Tier
 from xinference_xavier.transport.base import (
+    CLOSE_S,
     Connection,
     SlotView,
+    TransferFailed,
     Transport,
     TransportUnavailable,
     WorkerHandle,
 )
+from xinference_xavier.transport.faults import DEMOTION_S, Faults, blames
+from xinference_xavier.transport.pool import StagingPool
 from xinference_xavier.transport.shm import ShmTransport
 
 logger = logging.getLogger(__name__)
@@ -30,6 +40,14 @@ AUTO: Final = "auto"
 
 PREFERENCE: Final = ("shm", "nixl", "xoscar")
 """Fastest first."""
+
+PROBE_S: Final = 2.0
+"""Longest wait for the first slot of a peer. Wiring up NIXL takes a second on a busy CPU."""
+
+_MOST_REASONS: Final = 32
+"""Different refusals told apart; reasons name addresses, and peers come and go for months."""
+
+_OTHER: Final = "other reasons"
 
 
 class Published(TypedDict):
@@ -56,8 +74,10 @@ class Transports:
         self._transports = tuple(transports)
         self._layout_digest = layout_digest
         self._published = published or Published(nixl=None, xoscar=None)
+        self._faults = Faults()
         self._lock = threading.Lock()
-        self._refusals: Counter[tuple[str, str]] = Counter()
+        self._reasons: set[str] = set()
+        self._refusals: Counter[str] = Counter()
 
     @classmethod
     def start(
@@ -101,11 +121,18 @@ class Transports:
         """Return what goes into this worker's :class:`WorkerHandle`."""
         return self._published
 
-    def connect(self, peer: WorkerHandle) -> Connection:
+    def connect(
+        self, member: int, peer: WorkerHandle, *, pool: StagingPool, deadline: float
+    ) -> Connection:
         """Open the best path to a peer. May take seconds: load threads only.
 
+        A path that fetches is accepted when one slot has arrived in a staging slot of ``pool``
+        within :data:`PROBE_S`, and before ``deadline`` (monotonic). ``member`` is the peer's
+        number, by which its faults are remembered.
+
         Raises :class:`TransportUnavailable` with every transport's reason when none works, or
-        when the peer's blocks have another layout than ours.
+        when the peer's blocks have another layout than ours; TimeoutError when no staging slot
+        came free.
         """
         if peer.layout_digest != self._layout_digest:
             reason = f"the peer's KV layout {peer.layout_digest} is not ours {self._layout_digest}"
@@ -114,7 +141,7 @@ class Transports:
         reasons: list[str] = []
         for transport in self._transports:
             try:
-                return transport.connect(peer)
+                return self._open(transport, member, peer, pool, deadline)
             except TransportUnavailable as error:
                 self._count(transport.name, str(error))
                 reasons.append(f"{transport.name}: {error}")
@@ -124,20 +151,92 @@ class Transports:
         """Return the staging slots into which any timed-out transfer may still write."""
         return frozenset().union(*(transport.quarantined() for transport in self._transports))
 
-    def refusals(self) -> dict[tuple[str, str], int]:
-        """Return how often each (transport, reason) made us take another path, or none."""
-        with self._lock:
-            return dict(self._refusals)
+    def failed(self, member: int, transport: str, error: TransferFailed) -> None:
+        """Note that a read from a peer failed; may demote the transport for that peer."""
+        if self._faults.add(member, transport, error):
+            self._count(transport, f"demoted for a peer for {DEMOTION_S:.0f} s: {error}")
 
-    def close(self) -> None:
-        """Close every transport. Idempotent."""
-        for transport in self._transports:
-            transport.close()
+    def worked(self, member: int, transport: str) -> None:
+        """Note that a load from a peer succeeded: failures before it no longer count."""
+        self._faults.clear(member, transport)
+
+    def take_refusals(self) -> dict[str, int]:
+        """Return how often each "transport: reason" made us take another path, or none.
+
+        Each refusal is returned once. Never waits for a transport: any thread may call it.
+        """
+        with self._lock:
+            taken, self._refusals = self._refusals, Counter()
+        return dict(taken)
+
+    def close(self, deadline_s: float = CLOSE_S) -> None:
+        """Close every transport, all within some ``deadline_s`` seconds. Idempotent."""
+        end = time.monotonic() + deadline_s
+        for number, transport in enumerate(self._transports):
+            left = max(0.0, end - time.monotonic())
+            transport.close(left / (len(self._transports) - number))
+
+    def _open(
+        self,
+        transport: Transport,
+        member: int,
+        peer: WorkerHandle,
+        pool: StagingPool,
+        deadline: float,
+    ) -> Connection:
+        # A forced transport is tried all the same: nothing else could be.
+        if len(self._transports) > 1 and self._faults.demoted(member, transport.name):
+            raise TransportUnavailable("demoted for a peer whose reads failed")
+        if time.monotonic() >= deadline:
+            raise TransportUnavailable("the load's time was over before it was tried")
+        connection = transport.connect(peer, deadline=deadline)
+        try:
+            self._probe(connection, member, peer, pool, deadline)
+        except TransferFailed as error:
+            connection.close()
+            raise TransportUnavailable(f"the first slot did not arrive: {error}") from error
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _probe(
+        self,
+        connection: Connection,
+        member: int,
+        peer: WorkerHandle,
+        pool: StagingPool,
+        deadline: float,
+    ) -> None:
+        """Fetch one slot where slots must be fetched; raises :class:`TransferFailed`.
+
+        What the slot holds is unknown here and of no interest, a free one will do: that its meta
+        row arrives behind it shows that the path carries bytes.
+        """
+        tier = next((tier for tier, arena in sorted(peer.arenas.items()) if arena.slots), None)
+        if tier is None or connection.view(tier) is not None:
+            return
+        with pool.lend(1, deadline=deadline) as staging:
+            started = time.monotonic()
+            limit = min(deadline, started + PROBE_S)
+            try:
+                meta = connection.fetch(tier, [0], staging, deadline=limit)
+                if tuple(meta.shape) != (1, 2) or int(meta[0, 0]) < 0:
+                    raise TransferFailed(f"{meta.tolist()} is not the meta row of one slot")
+            except TransferFailed as error:
+                if blames(error, limit - started):
+                    self._faults.add(member, connection.transport, error)
+                raise
 
     def _count(self, name: str, reason: str) -> None:
+        line = f"{name}: {reason}"
         with self._lock:
-            self._refusals[name, reason] += 1
-            first = self._refusals[name, reason] == 1
+            first = line not in self._reasons
+            if first and len(self._reasons) < _MOST_REASONS:
+                self._reasons.add(line)
+            elif first:
+                line = f"{name}: {_OTHER}"
+            self._refusals[line] += 1
         if first:
             logger.info("Xavier transport %s is not used: %s", name, reason)
 

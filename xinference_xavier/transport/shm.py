@@ -8,6 +8,7 @@ pages readable until we unmap them, so a copy that is running never faults.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
@@ -16,6 +17,7 @@ import torch
 from xinference_xavier.store.arena import PAGE, ArenaUnavailable, MappedArena, boot_id
 from xinference_xavier.store.jobs import Tier
 from xinference_xavier.transport.base import (
+    CLOSE_S,
     Connection,
     SlotView,
     TransferFailed,
@@ -88,8 +90,8 @@ class ShmTransport(Transport):
 
     name: ClassVar[str] = "shm"
 
-    def connect(self, peer: WorkerHandle) -> ShmConnection:
-        """Map all tiers of a peer, or none."""
+    def connect(self, peer: WorkerHandle, *, deadline: float = math.inf) -> ShmConnection:
+        """Map all tiers of a peer, or none. Takes no time worth a deadline."""
         if peer.host_id != host_id():
             raise TransportUnavailable("the peer is on another host")
         arenas: dict[Tier, MappedArena] = {}
@@ -102,5 +104,5 @@ class ShmTransport(Transport):
             raise TransportUnavailable(str(error)) from error
         return ShmConnection(arenas)
 
-    def close(self) -> None:
+    def close(self, deadline_s: float = CLOSE_S) -> None:
         """Nothing is held for the process; connections close with their users."""

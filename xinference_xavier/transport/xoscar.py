@@ -4,8 +4,9 @@
 Every worker runs an actor pool with one actor, which copies the slots that a reader asks for into
 the reader's buffer refs and then returns their meta rows. Two schemes exist. ``tcp`` is xoscar's
 plain socket: it needs no NIXL, costs nothing while idle, and is the fallback that is left when
-NIXL is missing or broken. ``nixl`` makes xoscar itself use NIXL; it is there to compare with, since
-xoscar keeps a progress thread spinning per connection on both sides.
+NIXL is missing or broken. ``nixl`` makes xoscar itself use NIXL; it is there to compare with and
+proven by tests, but not what ``xavier_transport=xoscar`` starts: xoscar keeps a progress thread
+spinning on a core per connection, on both sides, and overlapping buffers end its process.
 
 When can a failed copy no longer write? Incoming bytes find their place only through the buffer of
 a ref, and the NIXL channel holds on to the buffers that it has registered. So the buffers of a
@@ -22,6 +23,7 @@ import concurrent.futures
 import importlib
 import itertools
 import logging
+import math
 import threading
 import time
 import weakref
@@ -36,6 +38,7 @@ import xoscar as xo
 from xinference_xavier.store.jobs import Tier
 from xinference_xavier.store.threads import start_thread
 from xinference_xavier.transport.base import (
+    CLOSE_S,
     Connection,
     SlotView,
     TransferFailed,
@@ -51,7 +54,6 @@ logger = logging.getLogger(__name__)
 ACTOR_UID = "xinference-xavier-slots"
 START_LIMIT_S = 20.0
 CONNECT_LIMIT_S = 2.0
-CLOSE_LIMIT_S = 5.0
 
 Scheme = Literal["tcp", "nixl"]
 Run = tuple[int, int]
@@ -143,6 +145,7 @@ class XoscarTransport(Transport):
         self._lock = threading.Lock()
         self._overdue: list[_Landing] = []
         self._closed = False
+        self._stop_s = CLOSE_S
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._started: concurrent.futures.Future[str] = concurrent.futures.Future()
@@ -153,11 +156,11 @@ class XoscarTransport(Transport):
             self.close()
             raise TransportUnavailable(f"no xoscar pool at {self._bind}: {exc!r}") from exc
 
-    def connect(self, peer: WorkerHandle) -> XoscarConnection:
+    def connect(self, peer: WorkerHandle, *, deadline: float = math.inf) -> XoscarConnection:
         """Ask the peer's actor what it holds, for at most :data:`CONNECT_LIMIT_S`."""
         if peer.xoscar is None:
             raise TransportUnavailable("the peer has no xoscar pool")
-        limit = time.monotonic() + CONNECT_LIMIT_S
+        limit = min(deadline, time.monotonic() + CONNECT_LIMIT_S)
         try:
             ref, slot_bytes, tiers = self._call(_describe(peer.xoscar), limit)
         except Exception as exc:  # any error of the peer or on the way makes it unavailable
@@ -174,15 +177,16 @@ class XoscarTransport(Transport):
             self._overdue = [landing for landing in self._overdue if landing.reachable()]
             return frozenset().union(*(landing.staging for landing in self._overdue))
 
-    def close(self) -> None:
+    def close(self, deadline_s: float = CLOSE_S) -> None:
         """Stop the pool: running fetches fail, and peers reach us no more."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
+            self._stop_s = deadline_s
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join(CLOSE_LIMIT_S)
+            self._thread.join(deadline_s)
         if self._thread.is_alive():
             logger.warning("the xoscar pool at %s did not stop in time", self._bind)
         # The actor shares this dict: with it the arenas' memory is let go.
@@ -219,10 +223,10 @@ class XoscarTransport(Transport):
         # A hung peer may keep any of these from ending: each gets its time, and then we go.
         calls = asyncio.all_tasks() - {asyncio.current_task()}
         stop = asyncio.ensure_future(pool.stop())
-        await asyncio.wait({stop}, timeout=CLOSE_LIMIT_S / 3)
+        await asyncio.wait({stop}, timeout=self._stop_s / 3)
         for call in calls:
             call.cancel()
-        await asyncio.wait({*calls, stop}, timeout=CLOSE_LIMIT_S / 3)
+        await asyncio.wait({*calls, stop}, timeout=self._stop_s / 3)
 
     # -- the fetching threads
 

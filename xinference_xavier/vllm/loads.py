@@ -40,7 +40,8 @@ MOST_LOADS: Final = 16
 """Loads under way at a time."""
 
 POOL_SHARE: Final = 4
-"""Loads together fill at most one of this many parts of vLLM's KV blocks (R14)."""
+"""Loads together fill at most one of this many parts of vLLM's KV blocks (R14), unless there is
+only one."""
 
 OVERTIME_S: Final = 60.0
 """An own lease outlives the load's timeout by this: the worker may report late, never early."""
@@ -117,7 +118,7 @@ class Loads:
         self._control = control
         self._lookups = lookups
         self._ranks = ranks
-        self._most_blocks = max(1, pool_blocks // POOL_SHARE)
+        self._pool_blocks = pool_blocks
         self._block_tokens = block_tokens
         self._timeout_s = timeout_s
         self._pace = pace
@@ -143,9 +144,16 @@ class Loads:
         """Return the requests whose loads are under way."""
         return {load.request_id for load in self._loads.values()}
 
-    def room(self) -> bool:
-        """Whether another load may start now (R14)."""
-        return len(self._loads) < MOST_LOADS and self._blocks_in_flight < self._most_blocks
+    def room(self) -> int:
+        """Return how many more blocks may be loaded now (R14).
+
+        A load that is alone may have any size, or long prompts could never be loaded.
+        """
+        if len(self._loads) >= MOST_LOADS:
+            return 0
+        if not self._loads:
+            return self._pool_blocks
+        return self._pool_blocks // POOL_SHARE - self._blocks_in_flight
 
     def begin(
         self,

@@ -39,6 +39,9 @@ MARGIN_S: Final = 0.5
 MOST_RUNS: Final = 16
 """Runs of one plan: a prefix shredded over more sources is loaded up to there."""
 
+RUN_BLOCKS: Final = 256
+"""Longest run of the own tiers: bounds how long the index's lock is held."""
+
 Row = tuple[int, int, int]
 """Tier, slot, generation."""
 
@@ -51,7 +54,6 @@ class WaitingRequest(Protocol):
     """The part of vLLM's ``Request`` that a lookup reads."""
 
     request_id: str
-    num_tokens: int
     block_hashes: Sequence[bytes]
 
 
@@ -149,15 +151,19 @@ class Lookups:
             with suppress(_IndexBusy):
                 self._plan(request, self._locally_cached(keys))
 
-    def matched(self, request: WaitingRequest, local_blocks: int, *, room: bool) -> int | None:
+    def matched(self, request: WaitingRequest, local_blocks: int, *, room: int) -> int | None:
         """Return how many blocks after ``local_blocks`` can be loaded; None means ask again.
 
-        ``room`` is whether another load may start now. Called any number of times.
+        At most ``room`` blocks may be loaded now. Called any number of times.
         """
+        request_id = request.request_id
+        if room <= 0:
+            self.drop(request_id)
+            return self._miss(request_id, "busy")
         now = self._clock()
-        promise = self._promises.get(request.request_id)
+        promise = self._promises.get(request_id)
         if promise is not None and not self._fits(promise, local_blocks, now):
-            self.drop(request.request_id)
+            self.drop(request_id)
             promise = None
         if promise is None:
             try:
@@ -165,18 +171,19 @@ class Lookups:
             except _IndexBusy:
                 return None
         if promise is None:
-            return self._miss(request.request_id, "cold")
+            return self._miss(request_id, "cold")
         if any(run.waiting for run in promise.runs):
             if promise.ask_until is None:
                 promise.ask_until = now + self._lookup_timeout_s
             if now < promise.ask_until:
                 return None
-        count = promise.granted(now) - local_blocks
-        reason = self._declined(promise, count, room)
+        count, reason = self._offer(
+            promise, local_blocks, min(promise.granted(now), local_blocks + room)
+        )
         if reason is None:
             return count
-        self.drop(request.request_id)
-        return self._miss(request.request_id, reason)
+        self.drop(request_id)
+        return self._miss(request_id, reason)
 
     def take(self, request_id: str) -> Promise | None:
         """Hand over a plan whose blocks vLLM has allocated; its leases are the caller's now."""
@@ -225,15 +232,24 @@ class Lookups:
             run.waiting or not run.rows or run.expires >= now + MARGIN_S for run in promise.runs
         )
 
-    def _declined(self, promise: Promise, count: int, room: bool) -> str | None:
-        if count <= 0:
+    def _offer(self, promise: Promise, start: int, end: int) -> tuple[int, str | None]:
+        """Return how many blocks from ``start`` on to load of those granted before ``end``.
+
+        With a reason instead where loading is not worth it, or nothing is granted.
+        """
+        if end <= start:
             late = any(run.waiting for run in promise.runs)
-            return "late" if late else "refused"
-        if not room:
-            return "busy"
+            return 0, "late" if late else "refused"
         if self._min_load_tokens is not None:
-            return "short" if count * self._block_tokens < self._min_load_tokens else None
-        return None if self._pace.worth_loading(promise.runs[-1].member) else "slow"
+            short = (end - start) * self._block_tokens < self._min_load_tokens
+            return (0, "short") if short else (end - start, None)
+        for run in promise.runs:
+            if run.first >= end:
+                break
+            if run.first + len(run.rows) > start and not self._pace.worth_loading(run.member):
+                end = max(run.first, start)
+                break
+        return (end - start, None) if end > start else (0, "slow")
 
     def _locally_cached(self, keys: Sequence[bytes]) -> int:
         """Return about how many leading blocks vLLM's own prefix cache holds.
@@ -281,7 +297,7 @@ class Lookups:
     def _own_run(self, keys: Sequence[bytes], first: int, request_id: str) -> Run | None:
         try:
             grant = self._index.acquire(
-                keys[first:],
+                keys[first : first + RUN_BLOCKS],
                 reader=None,
                 request=request_id,
                 now=self._clock(),

@@ -7,6 +7,7 @@ per start (:class:`Handshake`). Keep it plain and small.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -43,6 +44,8 @@ class WorkerMeta(KVConnectorWorkerMetadata):
     """Staging slots, over all ranks, into which a timed-out transfer may still write."""
     step: int = 0
     """The step that this report ends, if its metadata asked for that."""
+    transports: dict[str, int] | None = None
+    """How often "transport: reason" refused a peer since the last report; None if it did not."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMeta:
         """Join the reports of two ranks."""
@@ -53,6 +56,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
             self.loads + other.loads,
             self.quarantined + other.quarantined,
             max(self.step, other.step),
+            dict(Counter(self.transports) + Counter(other.transports)) or None,
         )
 
 
@@ -72,4 +76,3 @@ class Handshake(KVConnectorHandshakeMetadata):
     block_bytes: int
     slot_bytes: int
     block_tokens: int
-    verify: str

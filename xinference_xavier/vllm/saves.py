@@ -12,6 +12,7 @@ All methods run on the engine's thread.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -82,13 +83,17 @@ class Saves:
         block_tokens: int,
         ranks: int,
         publish: Publish,
+        publishing: threading.Lock,
         counters: Counters,
     ) -> None:
+        """``publishing`` is held from a commit to the publication of its changes, and by whoever
+        clears the index and withdraws: the directory then hears of both in the same order."""
         self._index = index
         self._blocks = blocks
         self._block_tokens = block_tokens
         self._ranks = ranks
         self._publish = publish
+        self._publishing = publishing
         self._counters = counters
         self._tracked: dict[str, _Tracked] = {}
         self._jobs: dict[int, _Job] = {}
@@ -300,11 +305,13 @@ class Saves:
     def _commit(self, job_id: int, job: _Job) -> None:
         """Let readers see what a job achieved on every rank."""
         try:
-            changes = self._index.commit(
-                job_id,
-                failed_demotions=job.failed_demotions,
-                failed_stores=job.failed_stores,
-            )
+            with self._publishing:
+                changes = self._index.commit(
+                    job_id,
+                    failed_demotions=job.failed_demotions,
+                    failed_stores=job.failed_stores,
+                )
+                self._announce(changes.added, changes.removed)
         except StoreClosed:
             return
         except Exception:
@@ -313,7 +320,6 @@ class Saves:
             logger.exception("Xavier could not commit store job %d", job_id)
             return
         self._counters.saved_blocks += len(changes.added)
-        self._announce(changes.added, changes.removed)
 
     def _announce(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
         if not added and not removed:

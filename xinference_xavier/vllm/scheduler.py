@@ -13,10 +13,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from xinference_xavier import launch_note
 from xinference_xavier.control.mirror import Mirror
 from xinference_xavier.control.runtime import ControlRuntime
 from xinference_xavier.features import bypass_reason
@@ -82,6 +84,7 @@ class SchedulerSide:
         self._requests: dict[str, Request] = {}
         self._no_more_loads: set[str] = set()
         self._cleared = threading.Event()
+        self._publishing = threading.Lock()
         self._outdated: set[str] = set()
         """Requests with KV that was loaded before a clear; what they compute is not saved."""
         self._steps = 0
@@ -193,6 +196,7 @@ class SchedulerSide:
         if meta.quarantined > parts.quarantined:
             parts.watch_quarantine_until = time.monotonic() + WATCH_QUARANTINE_S
         parts.quarantined = meta.quarantined
+        parts.refusals.update(meta.transports or {})
         try:
             for loaded in parts.loads.completed(meta.loads):
                 if loaded.request_id not in self._requests:
@@ -244,10 +248,11 @@ class SchedulerSide:
         # Before the index: what the engine's thread plans in between is of the old epoch.
         self._cleared.set()
         try:
-            parts.index.clear()
+            with self._publishing:
+                parts.index.clear()
+                parts.control.withdraw_all()
         except StoreClosed:
             return False
-        parts.control.withdraw_all()
         self._counters.resets += 1
         return True
 
@@ -263,6 +268,7 @@ class SchedulerSide:
             "store": {**parts.shape, **_counters(parts.index)},
             "traffic": self._counters.to_dict(),
             "sources": parts.loads.sources(),
+            "transport_refusals": dict(parts.refusals),
             "hook_failures": dict(self._failures),
             "pace": self._pace.to_dict(),
             "pinned_blocks": parts.saves.pinned,
@@ -378,6 +384,9 @@ class SchedulerSide:
         if request_id in self._outdated:
             self._outdated.discard(request_id)
             return
+        facts = request_facts(request)
+        if facts.multimodal or facts.prompt_embeds:
+            return  # nobody would ever read its blocks
         first = computed // self._block_tokens
         local = computed
         again: tuple[int, ...] = ()
@@ -441,6 +450,7 @@ class SchedulerSide:
             block_tokens=self._block_tokens,
             ranks=len(ranks),
             publish=control.publish,
+            publishing=self._publishing,
             counters=self._counters,
         )
         shape = {
@@ -455,6 +465,7 @@ class SchedulerSide:
             "staging_slots": min(rank.staging_slots for rank in ranks),
         }
         control.start(START_TIMEOUT_S)
+        launch_note.write_peer(control.address)
         return _Parts(index, control, lookups, loads, saves, shape)
 
 
@@ -478,6 +489,8 @@ class _Parts:
     shape: dict[str, Any]
     quarantined: int = 0
     watch_quarantine_until: float = 0.0
+    refusals: Counter[str] = field(default_factory=Counter)
+    """How often "transport: reason" kept workers from using a transport for a peer."""
     loaded: dict[str, Loaded] = field(default_factory=dict)
     """Loads that ended, until vLLM schedules the request."""
 

@@ -8,6 +8,7 @@ none waits for a copy. The copies run on the copy thread and the load threads.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
@@ -39,8 +40,14 @@ STAGING_SHARE: Final = 16
 
 MOST_STAGING: Final = 256
 
-DRAIN_S: Final = 2.0
-"""Longest wait for running copies at shutdown; vLLM kills a worker after five seconds."""
+LEAST_HOST_SLOTS: Final = 3
+"""One block, one spare slot, one staging slot."""
+
+SHUTDOWN_S: Final = 4.0
+"""Longest shutdown, all together; vLLM kills a worker after five seconds."""
+
+DRAIN_S: Final = 1.0
+"""Of that, longest wait for running loads, and again for running stores."""
 
 
 class WorkerSide:
@@ -128,7 +135,6 @@ class WorkerSide:
             block_bytes=layout.block_bytes,
             slot_bytes=layout.slot_bytes,
             block_tokens=block_tokens,
-            verify=self._options.xavier_verify,
         )
         logger.info(
             "Xavier rank %d: %d device slots in %s memory and %d host slots of %s, populated",
@@ -150,19 +156,29 @@ class WorkerSide:
                 f"of this model, {block} for {layout.block_tokens} tokens; give at least that, "
                 "or 0 to keep blocks in the CPU tier only"
             )
-        return gpu, layout.slots(budgets.host // ranks)
+        host = layout.slots(budgets.host // ranks)
+        if budgets.host and host < LEAST_HOST_SLOTS:
+            least = format_size(LEAST_HOST_SLOTS * layout.slot_bytes * ranks)
+            raise OptionError(
+                f"xavier_cpu_cache_bytes={format_size(budgets.host)} holds {host} KV blocks of "
+                f"this model; the CPU tier needs {LEAST_HOST_SLOTS} ({least}): one block, one "
+                "that arrives and one for reads over the network. Give at least that, or 0 to "
+                "turn the tier off"
+            )
+        return gpu, host
 
     def handshake(self) -> Handshake | None:
         """Return what the scheduler side needs to know; None before :meth:`register`."""
         return self._handshake
 
     def shutdown(self) -> None:
-        """Stop copies, close transports, unmap the arenas. Idempotent."""
+        """Stop copies, close transports, unmap the arenas, in :data:`SHUTDOWN_S`. Idempotent."""
+        end = time.monotonic() + SHUTDOWN_S
         for engine in (self._loads, self._copies):
             if engine is not None and not engine.close(DRAIN_S):
                 logger.warning("Xavier: copies were still running after %.0f s", DRAIN_S)
         if self._transports is not None:
-            self._transports.close()
+            self._transports.close(end - time.monotonic())
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
@@ -204,11 +220,13 @@ class WorkerSide:
         stored = self._copies.poll() if self._copies is not None else []
         ended, self._ended = self._ended, []
         step = self._submitted.step if self._submitted is not None else 0
-        if not stored and not ended and not self._quarantined and not step:
+        refusals = self._transports.take_refusals() if self._transports is not None else {}
+        # Load threads keep this number: asking the transports could wait for them.
+        quarantined = self._loads.quarantined if self._loads is not None else 0
+        before, self._quarantined = self._quarantined, quarantined
+        if not (stored or ended or quarantined or before or step or refusals):
             return None
-        quarantined = self._transports.quarantined() if self._transports is not None else ()
-        self._quarantined = len(quarantined)
-        return WorkerMeta(stored, ended, self._quarantined, step)
+        return WorkerMeta(stored, ended, quarantined, step, refusals or None)
 
     def _start_load(self, job: LoadJob, meta: ConnectorMeta) -> None:
         self._blocks_of[job.job_id] = [segment.rows[:, 3].tolist() for segment in job.segments]

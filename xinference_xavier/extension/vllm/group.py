@@ -59,18 +59,27 @@ async def find_placement(address: str, model_uid: str, replica_uid: str) -> Plac
     return Placement(supervisor.address, worker_address, replicas)
 
 
-async def describe(deployment: Deployment, timeout_s: float) -> dict[str, Any]:
-    """Return what the replica's peer says about itself. Raises LookupError without a peer."""
-    return await peer_call(await _own_peer(deployment, timeout_s), "describe", timeout_s=timeout_s)
+async def describe(
+    deployment: Deployment, timeout_s: float, *, peer: str | None = None
+) -> dict[str, Any]:
+    """Return what the replica's peer says about itself.
+
+    ``peer`` is its address, where the engine has told it; else the directory is asked, and
+    LookupError raised when the replica is not in it.
+    """
+    address = peer or await _own_peer(deployment, timeout_s)
+    return await peer_call(address, "describe", timeout_s=timeout_s)
 
 
-async def leave(deployment: Deployment, timeout_s: float) -> dict[str, Any]:
+async def leave(
+    deployment: Deployment, timeout_s: float, *, peer: str | None = None
+) -> dict[str, Any]:
     """Close the replica's store within ``timeout_s`` seconds and return its final counters.
 
-    A quarter of the time is for finding the peer and for the way there and back. Raises
-    LookupError when the replica is not in the directory.
+    A quarter of the time is for finding the peer and for the way there and back. ``peer`` and
+    errors are as in :func:`describe`.
     """
-    address = await _own_peer(deployment, timeout_s / 8)
+    address = peer or await _own_peer(deployment, timeout_s / 8)
     drain_s = timeout_s * 3 / 4
     return await peer_call(address, "close", drain_s, timeout_s=drain_s + timeout_s / 8)
 

@@ -119,7 +119,7 @@ class GpuFirstModel(VLLMModel):
         try:
             super().wait_for_load()
         except Exception:
-            reason = self._note.read() if self._note is not None else None
+            reason = self._note.reason() if self._note is not None else None
             if reason is None:
                 raise
             logger.exception("The engine of %s did not start: %s", self.raw_model_uid, reason)
@@ -147,7 +147,9 @@ class GpuFirstModel(VLLMModel):
         if self._final is not None:
             return {**status, "final": self._final}
         try:
-            status["peer"] = await group.describe(self._deployment, REPORT_TIMEOUT_S)
+            status["peer"] = await group.describe(
+                self._deployment, REPORT_TIMEOUT_S, peer=self._peer()
+            )
         except group.UNREACHABLE as error:
             status["error"] = str(error) or type(error).__name__
         return status
@@ -228,7 +230,8 @@ class GpuFirstModel(VLLMModel):
             return
         try:
             counters = self._on_loop(
-                group.leave(self._deployment, CLOSE_TIMEOUT_S), CLOSE_TIMEOUT_S
+                group.leave(self._deployment, CLOSE_TIMEOUT_S, peer=self._peer()),
+                CLOSE_TIMEOUT_S,
             )
         except Exception:
             # Fail open: whatever the store does, the engine must still be stopped.
@@ -245,6 +248,10 @@ class GpuFirstModel(VLLMModel):
         except Exception as error:
             # Fail open: the counters are in the log.
             logger.warning("%s could not report final counters: %r", self.raw_model_uid, error)
+
+    def _peer(self) -> str | None:
+        """Return the address that the engine wrote down: no directory is needed to find it."""
+        return self._note.peer() if self._note is not None else None
 
     def _on_own_loop(self) -> bool:
         try:
