@@ -6,8 +6,10 @@ Nothing here asserts a time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -265,6 +267,31 @@ def test_cold_prefill_is_judged_by_the_paired_ratio(
     assert found["slower_beyond_noise"] is slower
     assert found["saved_blocks"] == found["savable_blocks"]
     assert found["arms"]["plain"]["first_ttft_s"] == 9.0
+
+
+ABANDONED = """
+import os, signal
+from pathlib import Path
+from xinference_xavier.bench.engines import Engine
+
+class Sleeper(Engine):
+    def command(self):
+        return ["sleep", "600"]
+
+engine = Sleeper("sleeper", Path("unused"), Path(os.devnull), core=0)
+engine.start()
+print(engine.process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_engines_end_with_the_process_that_measures() -> None:
+    killed = subprocess.run(
+        [sys.executable, "-c", ABANDONED], capture_output=True, text=True, timeout=60
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert not wait_ended([psutil.Process(int(killed.stdout))], timeout_s=20)
 
 
 def test_engines_rest_before_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

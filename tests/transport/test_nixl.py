@@ -434,7 +434,8 @@ class TestLifecycle:
         before = held()
         for _ in range(3):
             Reader("nixl").close()
-        assert held() <= before
+        # A thread that was joined may still be leaving the kernel's list.
+        wait_until(lambda: held() <= before)
 
     @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
     def test_the_progress_thread_is_not_pinned_with_its_creator(self) -> None:

@@ -34,7 +34,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from xinference_xavier.control.mirror import Mirror
 from xinference_xavier.control.runtime import ControlRuntime
 from xinference_xavier.store.index import SnapshotIndex
-from xinference_xavier.vllm import scheduler as scheduler_module
+from xinference_xavier.vllm import parts as parts_module
 from xinference_xavier.vllm.connector import XavierConnector
 from xinference_xavier.vllm.loads import Loads
 from xinference_xavier.vllm.lookup import Lookups
@@ -145,7 +145,7 @@ class Engine:
             return part if real_control else functools.partial(part, clock=self.clock)
 
         with patch.multiple(
-            scheduler_module,
+            parts_module,
             SnapshotIndex=index,
             Mirror=mirror,
             ControlRuntime=control,

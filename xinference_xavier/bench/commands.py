@@ -268,13 +268,13 @@ def _run(
 
     report = Report()
     where = machine()
-    if where["disturbed"]:
-        report.say(
-            f"Other work keeps this machine busy (load {where['load_before']:.1f} on "
-            f"{where['cores']} cores): the figures will be disturbed."
-        )
     result = {"benchmark": name, "machine": where} | measure(report)
     show(result, report)
+    if where["disturbed"]:
+        report.note(
+            f"Other work kept this machine busy (load {where['load_before']:.1f} on "
+            f"{where['cores']} cores at the start): do not believe these figures."
+        )
     if json_file is not None:
         save(json_file, result)
         report.say(f"written to {json_file}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -26,6 +27,10 @@ from xinference_xavier.control.client import directory_members, peer_call
 START_S: Final = 240.0
 BLOCK_TOKENS: Final = 16
 SERVED_NAME: Final = "bench"
+
+# Looked up here: between fork and exec nothing may be imported or loaded.
+_PRCTL: Final = ctypes.CDLL(None).prctl
+_PR_SET_PDEATHSIG: Final = 1
 
 
 class EngineError(RuntimeError):
@@ -109,6 +114,7 @@ class Engine:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
 
     def wait_ready(self) -> None:
@@ -250,7 +256,10 @@ def running_directory(log: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "xinference_xavier.cli", "directory"]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, "--host", host, "--port", port], stdout=output, stderr=subprocess.STDOUT
+            [*command, "--host", host, "--port", port],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_end_with_parent,
         )
     try:
         yield address
@@ -299,6 +308,11 @@ def _runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _end_with_parent() -> None:
+    """Let the kernel end this child when the process that measures is killed."""
+    _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _request(prompt: str, max_tokens: int, more: dict[str, Any]) -> dict[str, Any]:

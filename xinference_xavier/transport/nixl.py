@@ -189,6 +189,8 @@ class NixlTransport(Transport):
         if reason is not None:
             raise TransportUnavailable(reason)
         self._settle_overdue()
+        if self._closed:  # the lock below may be held until the agent is gone
+            raise TransportUnavailable("the NIXL transport is closed")
         left = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
         if not self._wiring.acquire(timeout=left):
             raise TransportUnavailable("NIXL was still busy with another peer")

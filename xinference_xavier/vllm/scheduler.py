@@ -13,28 +13,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from xinference_xavier import launch_note
-from xinference_xavier.control.mirror import Mirror
-from xinference_xavier.control.runtime import ControlRuntime
 from xinference_xavier.features import bypass_reason
 from xinference_xavier.options import Deployment, OptionError, XavierOptions
-from xinference_xavier.sizes import format_size
 from xinference_xavier.store.index import SnapshotIndex, StoreClosed
 from xinference_xavier.store.jobs import StoreJob
 from xinference_xavier.vllm.compat import Blocks
 from xinference_xavier.vllm.counters import Counters
 from xinference_xavier.vllm.engine import request_facts
-from xinference_xavier.vllm.identity import group_fingerprint
-from xinference_xavier.vllm.loads import Loaded, Loads
-from xinference_xavier.vllm.lookup import Lookups
 from xinference_xavier.vllm.metadata import ConnectorMeta, Handshake, WorkerMeta
 from xinference_xavier.vllm.pace import SMALL_STEP, Pace
-from xinference_xavier.vllm.saves import Saves
+from xinference_xavier.vllm.parts import Parts, assemble
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,15 +38,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S: Final = 30.0
 CLOSE_POLL_S: Final = 0.01
 
 WATCH_QUARANTINE_S: Final = 10.0
 """How long the engine steps for the sole sake of seeing a timed-out transfer end."""
-
-SPARE_SHARE: Final = 4
-"""Spare host slots, into which a step's demotions go while the tier is full, are at most one of
-this many parts of the host tier."""
 
 
 class SchedulerSide:
@@ -76,7 +63,7 @@ class SchedulerSide:
         self._counters = Counters()
         self._pace = Pace()
         self._blocks: Blocks | None = None
-        self._parts: _Parts | None = None
+        self._parts: Parts | None = None
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
         self._final: dict[str, Any] | None = None
@@ -108,7 +95,19 @@ class SchedulerSide:
         ranks = [handshakes[rank] for rank in sorted(handshakes)]
         if len({(rank.worker.layout_digest, rank.block_tokens) for rank in ranks}) != 1:
             raise OptionError("the ranks of this replica have different KV cache layouts")
-        self._parts = self._assemble(ranks, self._blocks)
+        self._parts = assemble(
+            config=self._config,
+            options=self._options,
+            deployment=self._deployment,
+            ranks=ranks,
+            blocks=self._blocks,
+            pace=self._pace,
+            counters=self._counters,
+            publishing=self._publishing,
+            status=self.status,
+            clear=lambda: {"cleared": self.clear()},
+            close=self.close,
+        )
         logger.info("Xavier is ready: %s", self._parts.summary)
 
     # --- hooks of vLLM's scheduler, on the engine's thread -----------------------------------
@@ -320,7 +319,7 @@ class SchedulerSide:
         log("Xavier closed its store: %s", final)
         return final
 
-    def _start_over(self, parts: _Parts) -> None:
+    def _start_over(self, parts: Parts) -> None:
         """Save nothing, and promise nothing, that is from before a clear; the engine's thread."""
         self._cleared.clear()
         parts.lookups.drop_all()
@@ -361,7 +360,7 @@ class SchedulerSide:
         for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             yield request_id, computed + scheduled[request_id]
 
-    def _follow(self, parts: _Parts, output: SchedulerOutput) -> None:
+    def _follow(self, parts: Parts, output: SchedulerOutput) -> None:
         """Keep the block tables of running requests."""
         for new in output.scheduled_new_reqs:
             self._admit(parts, new.req_id, new.block_ids[0], new.num_computed_tokens)
@@ -375,7 +374,7 @@ class SchedulerSide:
                 parts.saves.extended(request_id, new_block_ids[0])
 
     def _admit(
-        self, parts: _Parts, request_id: str, block_ids: Sequence[int], computed: int
+        self, parts: Parts, request_id: str, block_ids: Sequence[int], computed: int
     ) -> None:
         request = self._requests.get(request_id)
         if request is None:
@@ -399,75 +398,6 @@ class SchedulerSide:
             self._counters.local_tokens += local
         parts.saves.admitted(request, block_ids, first, again)
 
-    def _assemble(self, ranks: Sequence[Handshake], blocks: Blocks) -> _Parts:
-        """Make the parts for these workers and start the control thread."""
-        device_slots = min(rank.device_slots for rank in ranks)
-        host_slots = min(rank.host_slots for rank in ranks)
-        step_blocks = -(-self._config.scheduler_config.max_num_batched_tokens // self._block_tokens)
-        spare_slots = min(step_blocks, host_slots // SPARE_SHARE) or min(1, host_slots)
-        index = SnapshotIndex(
-            device_slots=device_slots, host_slots=host_slots, spare_slots=spare_slots
-        )
-        mirror = Mirror()
-        control = ControlRuntime(
-            index=index,
-            mirror=mirror,
-            name=self._deployment.xavier_member,
-            host=self._deployment.xavier_host,
-            directory=self._deployment.xavier_directory,
-            namespace=self._deployment.xavier_namespace,
-            fingerprint=group_fingerprint(self._config, ranks, self._options),
-            workers=tuple(rank.worker for rank in ranks),
-            status_hook=self.status,
-            clear_hook=lambda: {"cleared": self.clear()},
-            close_hook=self.close,
-        )
-        lookups = Lookups(
-            index=index,
-            control=control,
-            mirror=mirror,
-            blocks=blocks,
-            block_tokens=self._block_tokens,
-            lookup_timeout_s=self._options.xavier_lookup_timeout,
-            min_load_tokens=self._options.xavier_min_load_tokens,
-            pace=self._pace,
-            counters=self._counters,
-        )
-        loads = Loads(
-            index=index,
-            control=control,
-            lookups=lookups,
-            ranks=len(ranks),
-            pool_blocks=blocks.total,
-            block_tokens=self._block_tokens,
-            timeout_s=self._options.xavier_load_timeout,
-            pace=self._pace,
-            counters=self._counters,
-        )
-        saves = Saves(
-            index=index,
-            blocks=blocks,
-            block_tokens=self._block_tokens,
-            ranks=len(ranks),
-            publish=control.publish,
-            publishing=self._publishing,
-            counters=self._counters,
-        )
-        shape = {
-            "device": ranks[0].device,
-            "ranks": len(ranks),
-            "block_bytes": ranks[0].block_bytes,
-            "slot_bytes": ranks[0].slot_bytes,
-            "block_tokens": self._block_tokens,
-            "device_slots": device_slots,
-            "host_slots": host_slots - spare_slots,
-            "spare_slots": spare_slots,
-            "staging_slots": min(rank.staging_slots for rank in ranks),
-        }
-        control.start(START_TIMEOUT_S)
-        launch_note.write_peer(control.address)
-        return _Parts(index, control, lookups, loads, saves, shape)
-
 
 def _counters(index: SnapshotIndex) -> dict[str, Any]:
     """Return an index's counters, the final ones if it is closed."""
@@ -475,32 +405,3 @@ def _counters(index: SnapshotIndex) -> dict[str, Any]:
         return asdict(index.counters())
     except StoreClosed:
         return asdict(index.close())
-
-
-@dataclass(slots=True)
-class _Parts:
-    """What exists once the workers are known."""
-
-    index: SnapshotIndex
-    control: ControlRuntime
-    lookups: Lookups
-    loads: Loads
-    saves: Saves
-    shape: dict[str, Any]
-    quarantined: int = 0
-    watch_quarantine_until: float = 0.0
-    refusals: Counter[str] = field(default_factory=Counter)
-    """How often "transport: reason" kept workers from using a transport for a peer."""
-    loaded: dict[str, Loaded] = field(default_factory=dict)
-    """Loads that ended, until vLLM schedules the request."""
-
-    @property
-    def summary(self) -> str:
-        """Return the tiers in words, for the log."""
-        shape = self.shape
-        tokens = (shape["device_slots"] + shape["host_slots"]) * shape["block_tokens"]
-        return (
-            f"{shape['device_slots']} device blocks (in {shape['device']} memory), "
-            f"{shape['host_slots']} host blocks of {format_size(shape['slot_bytes'])} per rank, "
-            f"{tokens} tokens; peer address {self.control.address}"
-        )
