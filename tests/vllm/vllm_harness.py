@@ -38,6 +38,7 @@ from xinference_xavier.vllm import parts as parts_module
 from xinference_xavier.vllm.connector import XavierConnector
 from xinference_xavier.vllm.loads import Loads
 from xinference_xavier.vllm.lookup import Lookups
+from xinference_xavier.vllm.scheduler import SchedulerSide
 
 MOST_STEPS = 4000
 """An engine that needs more is stuck."""
@@ -164,7 +165,7 @@ class Engine:
         return found
 
     @property
-    def side(self) -> scheduler_module.SchedulerSide:
+    def side(self) -> SchedulerSide:
         return self.connector.scheduler_side
 
     @property
