@@ -331,7 +331,7 @@ def show(result: dict[str, Any], report: Report) -> None:
         report.note(
             f"{result['speedup_vs_builtin']:.1f} times faster than the built-in store as it runs, "
             f"and {result['speedup_vs_builtin_one_thread']:.1f} times with one thread for torch, "
-            f"each in its best cell (target {LEAST_SPEEDUP:g})."
+            f"both in the smallest cell (target {LEAST_SPEEDUP:g})."
         )
     report.note(
         f"Slowest history / fastest: {result['flatness']:.2f} (target {MOST_FLATNESS}). "

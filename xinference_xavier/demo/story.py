@@ -7,8 +7,8 @@ overflows, beginning with the first document, and until vLLM's own cache, which 
 evicted both. Now the reader is asked about the first document, which it has not seen and the
 source's CPU tier has; and the source about the second one, which its own tiers restore.
 
-So the device tier holds more than four documents: one reader may lease a quarter of it. And vLLM's
-cache holds less than what the source reads after the second one.
+One reader may lease a quarter of the store, so that both tiers together hold more than four
+documents. And vLLM's cache holds less than what the source reads after the second one.
 """
 
 from __future__ import annotations
