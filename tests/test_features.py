@@ -31,6 +31,7 @@ ENGINES: list[tuple[dict[str, object], str, str]] = [
     ({"tensor_parallel_size": 2}, "tensor_parallel_size=2", "set tensor_parallel_size=1"),
     ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2", "set pipeline_parallel_size=1"),
     ({"data_parallel_size": 4}, "data_parallel_size=4", "set data_parallel_size=1"),
+    ({"device": "cuda"}, "device=cuda", "CPU build"),
     ({"context_parallel_size": 2}, "context_parallel_size=2", "to 1"),
     ({"prefix_caching": False}, "enable_prefix_caching=False", "leave enable_prefix_caching on"),
     ({"hash_algorithm": "sha256"}, "prefix_caching_hash_algo=sha256", "sha256_cbor"),

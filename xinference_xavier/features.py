@@ -50,6 +50,7 @@ class EngineFacts:
     ``kv_groups`` names the cache spec's class of each KV cache group.
     """
 
+    device: str = "cpu"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -249,6 +250,14 @@ FEATURES: Final[tuple[Feature, ...]] = (
         _B,
         "the request asked for it",
         in_request=lambda facts: facts.skips_prefix_cache,
+    ),
+    Feature(
+        "CUDA and other accelerators",
+        _R,
+        "the store's interfaces are made for them, the copies between their memory and it are "
+        "not done yet",
+        "use vLLM's CPU build, or launch without xavier_gpu_first",
+        in_engine=_differs("device", "cpu", "device"),
     ),
     Feature(
         "tensor parallelism",

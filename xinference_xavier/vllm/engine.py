@@ -26,6 +26,7 @@ def engine_facts(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFa
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     transfer = config.kv_transfer_config
     return EngineFacts(
+        device=str(config.device_config.device_type),
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         data_parallel_size=parallel.data_parallel_size,

@@ -12,12 +12,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-import torch
-
 from xinference_xavier.control.client import route_address
 from xinference_xavier.layout import BlockLayout, probe_layout
 from xinference_xavier.options import Deployment, OptionError, XavierOptions
-from xinference_xavier.preflight import DeviceMemory, check_budgets
+from xinference_xavier.preflight import check_budgets
 from xinference_xavier.sizes import format_size
 from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.copier import CopyEngine
@@ -30,6 +28,7 @@ from xinference_xavier.transport.shm import host_id
 from xinference_xavier.vllm.metadata import ConnectorMeta, Handshake, WorkerMeta
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -90,7 +89,7 @@ class WorkerSide:
         )
         device = views[0].device.type
         ranks = self._config.parallel_config.world_size
-        device_slots, host_slots = self._slots(layout, device, ranks)
+        device_slots, host_slots = self._slots(layout, ranks)
         staging = min(MOST_STAGING, host_slots // STAGING_SHARE) or min(1, host_slots)
         if device_slots:
             self._arenas[Tier.DEVICE] = Arena.create(device_slots, layout.slot_bytes, "device")
@@ -145,9 +144,9 @@ class WorkerSide:
             format_size(layout.slot_bytes),
         )
 
-    def _slots(self, layout: BlockLayout, device: str, ranks: int) -> tuple[int, int]:
+    def _slots(self, layout: BlockLayout, ranks: int) -> tuple[int, int]:
         """Return this rank's device and host slots; raises OptionError (R10, third point)."""
-        budgets = check_budgets(self._options, device=_device_memory(device))
+        budgets = check_budgets(self._options)
         gpu = layout.slots(budgets.device // ranks)
         if budgets.device and not gpu:
             block = format_size(layout.slot_bytes * ranks)
@@ -262,11 +261,3 @@ class WorkerSide:
             self._invalid.update(block_ids[row] for row in rows)
         self._finished.add(result.request_id)
         self._ended.append(result)
-
-
-def _device_memory(device: str) -> DeviceMemory | None:
-    """Return what is left on the accelerator beside the KV cache; None on a CPU-only host."""
-    if device == "cpu":
-        return None
-    free, total = torch.cuda.mem_get_info()
-    return DeviceMemory(torch.cuda.get_device_name(), total, free)
