@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import click
 import pytest
@@ -69,6 +71,25 @@ def test_options_are_shown_with_brackets_and_bars_as_they_are() -> None:
     assert "off | checksum" in output
 
 
+@pytest.mark.parametrize("columns", ["60", "109"])
+def test_narrow_terminals_get_a_paragraph_per_option(
+    monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = run("options").splitlines()
+    assert all(row["name"] in lines for row in option_table() + option_table(Deployment))
+    assert "  limits: off | checksum" in lines
+    assert max(map(len, lines)) <= int(columns)
+
+
+@pytest.mark.parametrize(("columns", "width"), [("130", 130), ("", 120), ("wide", 120)])
+def test_wide_terminals_and_pipes_get_a_table(
+    monkeypatch: pytest.MonkeyPatch, columns: str, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert max(map(len, run("options").splitlines())) == width
+
+
 def test_features_json_is_the_feature_table() -> None:
     assert json.loads(run("features", "--json")) == {"features": feature_table()}
 
@@ -90,6 +111,68 @@ def test_a_plan_counts_whole_blocks(budget: str, blocks: int) -> None:
     assert gpu["blocks"] * 196608 + gpu["unused_bytes"] == gpu["budget_bytes"]
 
 
+def test_a_plan_takes_reserved_slots_out_of_the_cpu_tier() -> None:
+    # 4 GiB are 21845 slots: 256 are for staging, and a step of 2048 tokens is 128 spare blocks.
+    plan = json.loads(run(*QWEN, "--json"))
+    assert plan["block_bytes"] == 196608
+    assert (plan["gpu_blocks"], plan["gpu_tokens"]) == (1365, 21840)
+    assert plan["cpu_blocks"] == 21845 - 256 - 128 == plan["tiers"][1]["blocks"]
+    assert plan["cpu_tokens"] == plan["cpu_blocks"] * 16
+    assert plan["tiers"][1]["reserved"] == 384
+
+
+@pytest.mark.parametrize(
+    ("slots", "step", "reserved"), [(0, 8, 0), (3, 8, 2), (32, 128, 9), (32, 4, 6), (10**6, 8, 264)]
+)
+def test_reserved_slots_grow_with_the_tier_up_to_a_step(
+    slots: int, step: int, reserved: int
+) -> None:
+    assert cli._reserved(slots, step) == reserved
+
+
+def test_the_plans_constants_are_the_products() -> None:
+    package = Path(cli.__file__).parent / "vllm"
+    source = "".join((package / name).read_text() for name in ("worker.py", "parts.py"))
+    found = dict(re.findall(r"^([A-Z_]+): Final = (\d+)$", source, re.MULTILINE))
+    for name in ("STAGING_SHARE", "MOST_STAGING", "SPARE_SHARE"):
+        assert int(found[name]) == getattr(cli, name)
+    assert int(found["LEAST_HOST_SLOTS"]) == cli.LEAST_SLOTS["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cpu", "said"),
+    [
+        ("0", "0", "no block fits into either tier"),
+        ("1kB", "4GiB", "--gpu-cache-bytes=1kB is below 1 KV block (196608 bytes)"),
+        ("8MiB", "384KiB", "--cpu-cache-bytes=384KiB is below 3 KV blocks (589824 bytes)"),
+    ],
+)
+def test_a_plan_warns_of_budgets_that_a_launch_refuses(
+    capsys: pytest.CaptureFixture[str], gpu: str, cpu: str, said: str
+) -> None:
+    budgets = ["--gpu-cache-bytes", gpu, "--cpu-cache-bytes", cpu]
+    cli.main([*QWEN, *budgets, "--json"], standalone_mode=False)
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["block_bytes"] == 196608
+    assert f"a launch would be refused: {said}" in printed.err
+
+
+@pytest.mark.parametrize("budgets", [("0", "8MiB"), ("8MiB", "0"), ("192KiB", "576KiB")])
+def test_a_plan_that_would_be_launched_warns_of_nothing(
+    capsys: pytest.CaptureFixture[str], budgets: tuple[str, str]
+) -> None:
+    args = [*QWEN, "--gpu-cache-bytes", budgets[0], "--cpu-cache-bytes", budgets[1]]
+    cli.main(args, standalone_mode=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_plans_help_says_where_the_numbers_are() -> None:
+    output = run("plan", "--help")
+    keys = ["num_hidden_layers", "num_key_value_heads", "head_dim", "torch_dtype"]
+    assert all(key in output for key in keys)
+    assert "CPU build takes 128" in " ".join(output.split())
+
+
 def test_a_plan_rounds_odd_blocks_up_to_slots() -> None:
     sizes = ["--layers", "1", "--kv-heads", "1", "--head-size", "3", "--dtype", "fp8"]
     plan = json.loads(run("plan", *sizes, "--block-tokens", "1", "--json"))
@@ -104,12 +187,14 @@ def test_a_plan_is_shown_as_a_table() -> None:
 
 @pytest.mark.parametrize(
     ("budget", "message"),
-    [("-1", "negative"), ("1 QB", "unknown unit"), ("10%", "needs bytes, not a percentage")],
+    [("-1", "negative"), ("1 QB", "unknown unit"), ("10%", "bytes are needed here")],
 )
 def test_a_plan_refuses_bad_budgets_naming_the_option(budget: str, message: str) -> None:
     output = fail(*QWEN, "--cpu-cache-bytes", budget)
     assert "--cpu-cache-bytes" in output
     assert message in " ".join(output.split())
+    # A percentage is no way out here.
+    assert "%" not in output.replace(budget, "")
 
 
 def test_the_directory_command_serves_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +208,16 @@ def test_the_directory_command_serves_where_it_is_told(monkeypatch: pytest.Monke
     runtime = types.SimpleNamespace(run_directory=run_directory)
     monkeypatch.setitem(sys.modules, "xinference_xavier.control.runtime", runtime)
     output = run("directory", "--host", "127.0.0.2", "--port", "7")
-    assert served == [("127.0.0.2", 7)]
+    run("directory", "--host", "[::1]", "--port", "8")
+    assert served == [("127.0.0.2", 7), ("::1", 8)]
     assert output == "Directory ready at 127.0.0.2:7\n"
+
+
+@pytest.mark.parametrize("host", ["", "http://x", "tcp://127.0.0.1", "h:1", "two words"])
+def test_the_directory_command_refuses_what_is_no_host(host: str) -> None:
+    result = CliRunner().invoke(cli.main, ["directory", "--host", host])
+    assert result.exit_code == 2
+    assert f"--host={host!r} is not allowed" in result.output
 
 
 def test_a_real_directory_serves_until_it_is_told_to_stop() -> None:

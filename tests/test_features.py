@@ -123,6 +123,15 @@ def test_every_launch_refusal_of_the_table_can_happen() -> None:
     assert {name for name in names if any(name in line for line in lines)} == names
 
 
+def test_only_the_two_rows_that_the_launch_itself_checks_are_refused_without_a_test() -> None:
+    untested = [
+        feature.name
+        for feature in FEATURES
+        if feature.support is Support.REFUSED and not (feature.in_engine or feature.in_launch)
+    ]
+    assert untested == ["GPU-first without enable_xavier", "another engine than vLLM"]
+
+
 @pytest.mark.parametrize(
     "options",
     [

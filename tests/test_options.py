@@ -13,6 +13,7 @@ from xinference_xavier.options import (
     Deployment,
     OptionError,
     XavierOptions,
+    listen_host,
     option_table,
     split_options,
 )
@@ -105,6 +106,12 @@ def test_bad_values_are_refused_with_value_limit_and_option(
     assert limit in message
 
 
+def test_the_words_of_a_choice_say_all() -> None:
+    with pytest.raises(OptionError) as caught:
+        XavierOptions.from_mapping({"xavier_transport": "rdma"})
+    assert str(caught.value).endswith("; allowed: auto | shm | nixl | xoscar")
+
+
 def test_all_bad_values_are_told_at_once() -> None:
     with pytest.raises(OptionError) as caught:
         XavierOptions.from_mapping({"xavier_load_timeout": 0, "xavier_transport": "rdma"})
@@ -132,6 +139,7 @@ def test_either_tier_alone_may_be_zero(name: str) -> None:
         ("xavier_gpufirst", "xavier_gpu_first"),
         ("XAVIER_VERIFY", "xavier_verify"),
         ("xavier_timeout", "xavier_load_timeout"),
+        ("gpu_first", "xavier_gpu_first"),
     ],
 )
 def test_an_unknown_option_names_the_nearest_one(name: str, nearest: str) -> None:
@@ -140,10 +148,19 @@ def test_an_unknown_option_names_the_nearest_one(name: str, nearest: str) -> Non
     assert str(caught.value) == f"unknown option {name}: did you mean {nearest}?"
 
 
-def test_an_option_like_no_other_names_all() -> None:
+@pytest.mark.parametrize("name", ["zzz", "xavier_foo", "xavier_enabled", "xavier_port"])
+def test_an_option_like_no_other_names_all(name: str) -> None:
     with pytest.raises(OptionError) as caught:
-        XavierOptions.from_mapping({"zzz": 1})
-    assert all(name in str(caught.value) for name in XavierOptions.model_fields)
+        XavierOptions.from_mapping({name: 1})
+    message = str(caught.value)
+    assert message.startswith(f"unknown option {name}: valid: ")
+    assert all(valid in message for valid in XavierOptions.model_fields)
+
+
+@pytest.mark.parametrize("name", Deployment.model_fields)
+def test_places_given_as_options_are_told_to_be_for_plain_vllm_only(name: str) -> None:
+    with pytest.raises(OptionError, match=f"{name}: it is for plain vLLM only"):
+        XavierOptions.from_mapping({name: "x"})
 
 
 @pytest.mark.parametrize("name", STOCK_OPTIONS)
@@ -219,6 +236,25 @@ def test_an_unknown_key_of_the_extra_config_is_refused() -> None:
         ("xavier_directory", "host:65536"),
         ("xavier_directory", "host:٣٣"),
         ("xavier_directory", 9990),
+        ("xavier_directory", "http://h:9990"),
+        ("xavier_directory", "tcp://h:9990"),
+        ("xavier_directory", "two words:9990"),
+        ("xavier_directory", " h:9990"),
+        ("xavier_directory", "h :9990"),
+        ("xavier_directory", "0.0.0.0:9990"),
+        ("xavier_directory", "[::]:9990"),
+        ("xavier_directory", "*:9990"),
+        ("xavier_directory", "0:9990"),
+        ("xavier_directory", "h" * 254 + ":9990"),
+        ("xavier_host", ""),
+        ("xavier_host", "http://h"),
+        ("xavier_host", "h:9990"),
+        ("xavier_host", "10.0.0.7:9990"),
+        ("xavier_host", "[::1]:9990"),
+        ("xavier_host", "[h]"),
+        ("xavier_host", "fe80::1%a b"),
+        ("xavier_host", "10.0.7"),
+        ("xavier_host", "h\n"),
         ("xavier_host", "0.0.0.0"),
         ("xavier_host", "::"),
         ("xavier_host", "[::]"),
@@ -232,6 +268,30 @@ def test_bad_places_are_refused(name: str, value: object) -> None:
     with pytest.raises(OptionError) as caught:
         Deployment.from_mapping({name: value})
     assert str(caught.value).startswith(f"{name}={value!r} is not allowed; allowed: ")
+
+
+@pytest.mark.parametrize(
+    ("host", "read"),
+    [
+        ("node-7.example.org", "node-7.example.org"),
+        ("compose_service", "compose_service"),
+        ("10.0.0.7", "10.0.0.7"),
+        ("fd00::7", "fd00::7"),
+        ("[fd00::7]", "fd00::7"),
+        ("fe80::1%eth0", "fe80::1%eth0"),
+    ],
+)
+def test_hosts_are_names_and_addresses_without_brackets(host: str, read: str) -> None:
+    assert Deployment.from_mapping({"xavier_host": host}).xavier_host == read
+    address = f"{host}:9990"
+    assert Deployment.from_mapping({"xavier_directory": address}).xavier_directory == address
+
+
+def test_a_listening_host_may_be_a_wildcard_and_errors_name_its_option() -> None:
+    assert listen_host("0.0.0.0", option="--host") == "0.0.0.0"
+    assert listen_host("[::]", option="--host") == "::"
+    with pytest.raises(OptionError, match=r"^--host='h:1' is not allowed; allowed: a host name"):
+        listen_host("h:1", option="--host")
 
 
 @pytest.mark.parametrize("model", [XavierOptions, Deployment])

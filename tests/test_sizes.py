@@ -38,6 +38,8 @@ OPTION = "xavier_gpu_cache_bytes"
         ("1TiB", 2**40),
         ("+1MB", 10**6),
         ("0.1 KiB", 102),
+        ("1.4 GiB", 1_503_238_553),
+        ("1.000001MB", 1_000_001),
         (MAX_BYTES, MAX_BYTES),
     ],
 )
@@ -71,7 +73,7 @@ def test_sizes_in_bytes_are_exact(value: object, nbytes: int) -> None:
         ("1 M", "has the unknown unit 'M'"),
         ("101%", "is outside 0% to 100%"),
         ("-1%", "is outside 0% to 100%"),
-        (MAX_BYTES + 1, "is more than the largest size"),
+        (MAX_BYTES + 1, f"is more than the largest size, {MAX_BYTES} bytes; give"),
         ("99999999 TiB", "is more than the largest size"),
     ],
 )

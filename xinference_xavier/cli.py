@@ -8,7 +8,9 @@ works where neither vLLM nor Xinference is installed.
 from __future__ import annotations
 
 import json
+import os
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
@@ -25,6 +27,19 @@ LAZY: Final[Mapping[str, tuple[str, str]]] = {
 """Subcommands of other modules: import path of the click command, and its one line of help."""
 
 DTYPE_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+
+# Those of vllm.worker and vllm.parts, which need vLLM; a test compares them.
+STAGING_SHARE: Final = 16
+MOST_STAGING: Final = 256
+SPARE_SHARE: Final = 4
+LEAST_SLOTS: Final[Mapping[str, int]] = {"gpu": 1, "cpu": 3}
+
+PIPE_COLUMNS: Final = 120
+TABLE_COLUMNS: Final = 110
+"""Narrower than this, a table with long texts is printed as paragraphs."""
+
+LONG_TEXT: Final = 24
+"""Characters of a text that is never wrapped in a table."""
 
 
 class _LazyGroup(click.Group):
@@ -80,6 +95,12 @@ def directory(host: str, port: int) -> None:
     Its address is what the engines get as xavier_directory. Whoever reaches the port can run code
     in this process: keep it inside a trusted network.
     """
+    from xinference_xavier.options import OptionError, listen_host
+
+    try:
+        host = listen_host(host, option="--host")
+    except OptionError as error:
+        raise click.UsageError(str(error)) from None
     runtime = _imported("xinference_xavier.control.runtime")
     try:
         runtime.run_directory(host, port, lambda at: click.echo(f"Directory ready at {at}"))
@@ -117,17 +138,59 @@ def features(as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--layers", type=click.IntRange(1), required=True, help="Layers with a KV cache.")
-@click.option("--kv-heads", type=click.IntRange(1), required=True, help="KV heads per layer.")
-@click.option("--head-size", type=click.IntRange(1), required=True, help="Size of a head.")
 @click.option(
-    "--dtype", type=click.Choice(list(DTYPE_BYTES)), default="bfloat16", show_default=True
+    "--layers",
+    type=click.IntRange(1),
+    required=True,
+    help="Layers with a KV cache; config.json: num_hidden_layers.",
 )
 @click.option(
-    "--block-tokens", type=click.IntRange(1), default=16, show_default=True, help="vLLM block_size."
+    "--kv-heads",
+    type=click.IntRange(1),
+    required=True,
+    help="KV heads per layer; config.json: num_key_value_heads, without it num_attention_heads.",
 )
-@click.option("--gpu-cache-bytes", default="256MiB", show_default=True, metavar="SIZE")
-@click.option("--cpu-cache-bytes", default="4GiB", show_default=True, metavar="SIZE")
+@click.option(
+    "--head-size",
+    type=click.IntRange(1),
+    required=True,
+    help="Size of a head; config.json: head_dim, without it hidden_size / num_attention_heads.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(list(DTYPE_BYTES)),
+    default="bfloat16",
+    show_default=True,
+    help="Type of the KV cache; config.json: torch_dtype or dtype.",
+)
+@click.option(
+    "--block-tokens",
+    type=click.IntRange(1),
+    default=16,
+    show_default=True,
+    help="Tokens of a block, vLLM's --block-size. vLLM's CPU build takes 128 unless it is given.",
+)
+@click.option(
+    "--step-tokens",
+    type=click.IntRange(1),
+    default=2048,
+    show_default=True,
+    help="Most tokens of a step, vLLM's --max-num-batched-tokens.",
+)
+@click.option(
+    "--gpu-cache-bytes",
+    default="256MiB",
+    show_default=True,
+    metavar="SIZE",
+    help="xavier_gpu_cache_bytes, not in percent.",
+)
+@click.option(
+    "--cpu-cache-bytes",
+    default="4GiB",
+    show_default=True,
+    metavar="SIZE",
+    help="xavier_cpu_cache_bytes, not in percent.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def plan(
     layers: int,
@@ -135,44 +198,67 @@ def plan(
     head_size: int,
     dtype: str,
     block_tokens: int,
+    step_tokens: int,
     gpu_cache_bytes: str,
     cpu_cache_bytes: str,
     as_json: bool,
 ) -> None:
     """Print how many KV blocks and tokens fit into the budgets.
 
-    The numbers of a model are in its config.json. Some slots of the CPU tier are kept free for
-    blocks on their way; they come out of its budget.
+    The numbers of a model are in its config.json, under the names given below. Some slots of the
+    CPU tier are kept free for blocks on their way; they come out of its budget, are listed as
+    reserved, and hold no blocks that stay.
     """
     from xinference_xavier.sizes import SizeError, format_size, parse_size, slot_size
 
     block_bytes = layers * 2 * kv_heads * head_size * DTYPE_BYTES[dtype] * block_tokens
     slot_bytes = slot_size(block_bytes)
     rows: list[dict[str, str | int]] = []
+    problems = []
+    totals: dict[str, int] = {}
     for tier, text in (("gpu", gpu_cache_bytes), ("cpu", cpu_cache_bytes)):
         option = f"--{tier}-cache-bytes"
         try:
-            size = parse_size(text, option=option)
+            budget = parse_size(text, option=option, percent=False).resolve(0)
         except SizeError as error:
             raise click.UsageError(str(error)) from None
-        if size.bytes is None:
-            raise click.UsageError(f"{option}={text}: a plan needs bytes, not a percentage")
-        blocks = size.bytes // slot_bytes
+        slots = budget // slot_bytes
+        reserved = _reserved(slots, -(-step_tokens // block_tokens)) if tier == "cpu" else 0
+        least = LEAST_SLOTS[tier]
+        if budget and slots < least:
+            problems.append(
+                f"{option}={text} is below {least} KV block{'s' if least > 1 else ''} "
+                f"({slot_bytes * least} bytes); give at least that, or 0"
+            )
+        blocks = slots - reserved
+        totals |= {f"{tier}_blocks": blocks, f"{tier}_tokens": blocks * block_tokens}
         rows.append(
             {
                 "tier": tier,
-                "budget_bytes": size.bytes,
+                "budget_bytes": budget,
+                "reserved": reserved,
                 "blocks": blocks,
                 "tokens": blocks * block_tokens,
-                "unused_bytes": size.bytes - blocks * slot_bytes,
+                "unused_bytes": budget - slots * slot_bytes,
             }
         )
+    if not problems and not totals["gpu_blocks"] and not totals["cpu_blocks"]:
+        problems.append("no block fits into either tier; give at least one of them a size")
     if as_json:
         block = {"block_bytes": block_bytes, "slot_bytes": slot_bytes, "block_tokens": block_tokens}
-        click.echo(json.dumps(block | {"tiers": rows}, indent=2))
-        return
-    title = f"One block: {block_tokens} tokens, {format_size(slot_bytes)}"
-    _print_table(title, [{key: _grouped(value) for key, value in row.items()} for row in rows])
+        click.echo(json.dumps(block | totals | {"tiers": rows}, indent=2))
+    else:
+        title = f"One block: {block_tokens} tokens, {format_size(slot_bytes)}"
+        _print_table(title, [{key: _grouped(value) for key, value in row.items()} for row in rows])
+    for problem in problems:
+        click.echo(f"Warning: a launch would be refused: {problem}", err=True)
+
+
+def _reserved(slots: int, step_blocks: int) -> int:
+    """Return how many of the CPU tier's slots the product keeps free: staging and spare ones."""
+    staging = min(MOST_STAGING, slots // STAGING_SHARE) or min(1, slots)
+    rest = slots - staging
+    return staging + (min(step_blocks, rest // SPARE_SHARE) or min(1, rest))
 
 
 def _grouped(value: str | int) -> str:
@@ -180,19 +266,48 @@ def _grouped(value: str | int) -> str:
 
 
 def _print_table(title: str, rows: Sequence[Mapping[str, str]]) -> None:
-    """Print rows of equal keys as a table as wide as the terminal, or 120 columns into a pipe."""
+    """Print rows of equal keys as a table, or as a paragraph each where long texts lack room.
+
+    The width is the variable COLUMNS, else the terminal's, else 120 columns.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    piped = not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdecimal()
+    console = Console(width=PIPE_COLUMNS if piped else None)
+    long = {key for key in rows[0] if max(len(row[key]) for row in rows) > LONG_TEXT}
+    if long and console.width < TABLE_COLUMNS:
+        click.echo(f"{title}\n")
+        for row in rows:
+            click.echo(_paragraph(row, console.width))
+        return
     table = Table(title=title, title_justify="left", show_lines=True)
-    for heading in rows[0]:
-        long = max(len(row[heading]) for row in rows) > 24
-        table.add_column(heading.replace("_", " "), ratio=1 if long else None, no_wrap=not long)
+    for key in rows[0]:
+        ratio = 1 if key in long else None
+        table.add_column(key.replace("_", " "), ratio=ratio, no_wrap=key not in long)
     for row in rows:
         # Text, not str: square brackets in a value are no markup.
         table.add_row(*(Text(value) for value in row.values()))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    console.print(table)
+
+
+def _paragraph(row: Mapping[str, str], width: int) -> str:
+    """Return a row as its first value, and under it the other ones that are not empty."""
+    (_, name), *others = row.items()
+    lines = [name]
+    for key, value in others:
+        if value:
+            text = f"{key.replace('_', ' ')}: {value}"
+            # At least some room on a terminal of a few columns.
+            lines += textwrap.wrap(
+                text,
+                max(width, 20),
+                initial_indent="  ",
+                subsequent_indent="    ",
+                break_long_words=False,
+            )
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What works with GPU-first Xavier, what goes past it, and what is refused: one table (DESIGN R2).
 
-Each row of :data:`FEATURES` that can be recognised carries its own test, so the checks and the
-documentation cannot disagree. The tests look at plain values (:class:`EngineFacts`,
+Rows of :data:`FEATURES` that can be recognised carry their own test, so the checks and the
+documentation cannot disagree; the switch and the engine of a launch are tested by
+``extension.launch``. The tests look at plain values (:class:`EngineFacts`,
 :class:`RequestFacts`, a launch's options); nothing here imports vLLM or Xinference.
 """
 
@@ -250,6 +251,18 @@ FEATURES: Final[tuple[Feature, ...]] = (
         _B,
         "the request asked for it",
         in_request=lambda facts: facts.skips_prefix_cache,
+    ),
+    Feature(
+        "GPU-first without enable_xavier",
+        _R,
+        "xavier_gpu_first is a way of sharing, and Xinference's own switch turns sharing on",
+        "set enable_xavier=true as well, or leave xavier_gpu_first out",
+    ),
+    Feature(
+        "another engine than vLLM",
+        _R,
+        "only vLLM has the connector interface through which blocks are stored and loaded",
+        "set model_engine=vLLM, or launch without xavier_gpu_first",
     ),
     Feature(
         "CUDA and other accelerators",

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from ipaddress import ip_address
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -39,6 +40,18 @@ STOCK_OPTIONS: Final[Mapping[str, str]] = {
 """
 
 
+LONGEST_HOST: Final = 253
+"""Characters of the longest name of the DNS."""
+
+HOST_NAME: Final = re.compile(r"(?![0-9.]+$)[A-Za-z0-9_][A-Za-z0-9_.-]*")
+"""A name, which is more than numbers: systems read "0" and "10.1" as addresses."""
+
+PREFIX: Final = "xavier_"
+
+NEARLY: Final = 0.65
+"""How alike two names must be, without what all begin with, for "did you mean" (0 to 1)."""
+
+
 class OptionError(ValueError):
     """A bad option. The message names the value, the limit and the option to change.
 
@@ -55,22 +68,24 @@ class Kind:
     """How values of an option are read, and how that is told to people.
 
     ``read(value, option)`` returns the value in its Python type; every text is for people.
+    ``limits`` that say all by themselves are ``complete``, and errors leave the type's name out.
     """
 
     type: str
     read: Callable[[object, str], object]
     unit: str = ""
     limits: str = ""
+    complete: bool = False
 
     def parse(self, value: object, option: str) -> object:
         """Return the value in its Python type. Raises ValueError naming value, limit, option."""
         try:
             return self.read(value, option)
         except _Refused:
-            limits = f", {self.limits} {self.unit}".rstrip() if self.limits else ""
-            raise OptionError(
-                f"{option}={value!r} is not allowed; allowed: {self.type}{limits}"
-            ) from None
+            limits = f"{self.limits} {self.unit}".strip()
+            parts = [limits] if self.complete else [self.type, limits]
+            allowed = ", ".join(part for part in parts if part)
+            raise OptionError(f"{option}={value!r} is not allowed; allowed: {allowed}") from None
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
@@ -94,13 +109,17 @@ def _flag() -> Kind:
     return Kind("true or false", read)
 
 
-def _size(of: str) -> Kind:
-    """Return the kind of sizes whose percentages are shares of the memory ``of``."""
+def _size(of: str, least: str) -> Kind:
+    """Return the kind of budgets of ``least`` and more; percentages are shares of ``of``."""
 
     def read(value: object, option: str) -> Size:
         return value if isinstance(value, Size) else parse_size(value, option=option)
 
-    return Kind("size", read, unit="bytes", limits=f"0 or more; a percentage is a share of {of}")
+    limits = (
+        f"0, or not below {least} (checked when the model is loaded); a percentage is a share "
+        f"of {of}"
+    )
+    return Kind("size", read, unit="bytes", limits=limits)
 
 
 def _number(low: float, high: float, unit: str) -> Kind:
@@ -142,10 +161,10 @@ def _choice(*words: str) -> Kind:
             return word.strip().lower()
         raise _Refused
 
-    return Kind("choice", read, limits=" | ".join(words))
+    return Kind("choice", read, limits=" | ".join(words), complete=True)
 
 
-def _text(longest: int, type: str = "text", limits: str | None = None) -> Kind:
+def _text(longest: int) -> Kind:
     def read(value: object, option: str) -> str:
         if not isinstance(value, str) or not value.strip() or not value.isprintable():
             raise _Refused
@@ -153,41 +172,74 @@ def _text(longest: int, type: str = "text", limits: str | None = None) -> Kind:
             raise _Refused
         return value
 
-    return Kind(type, read, limits=limits or f"1 to {longest} printable characters")
+    return Kind("text", read, limits=f"1 to {longest} printable characters")
 
 
 def _host() -> Kind:
     """Return the kind of hosts that others can connect to (DESIGN R11)."""
-    text = _text(256, "host", "a name or address that the other replicas reach, never a wildcard")
+    limits = (
+        "a host name or address that the other replicas reach, without scheme and port, never a "
+        "wildcard"
+    )
 
-    def read(value: object, option: str) -> object:
-        host = str(text.read(value, option))
-        if any(character.isspace() for character in host) or _is_wildcard(host):
+    def read(value: object, option: str) -> str:
+        if _is_wildcard(host := _bare_host(value)):
             raise _Refused
         return host
 
-    return replace(text, read=read)
+    return Kind("host", read, limits=limits, complete=True)
 
 
 def _address() -> Kind:
-    text = _text(256, "host:port", "port 1 to 65535")
+    """Return the kind of addresses that others can connect to: a host, a colon and a port."""
+    limits = "a host without scheme, never a wildcard; port 1 to 65535; IPv6 as [::1]:9990"
 
-    def read(value: object, option: str) -> object:
-        host, _, port = str(text.read(value, option)).rpartition(":")
-        if not host or not (port.isascii() and port.isdecimal()) or len(port) > 5:
+    def read(value: object, option: str) -> str:
+        text = value if isinstance(value, str) else ""
+        host, _, port = text.rpartition(":")
+        if _is_wildcard(_bare_host(host)) or not (port.isascii() and port.isdecimal()):
             raise _Refused
-        if not 1 <= int(port) <= 65535:
+        if len(port) > 5 or not 1 <= int(port) <= 65535:
             raise _Refused
-        return value
+        return text
 
-    return replace(text, read=read)
+    return Kind("host:port", read, limits=limits)
+
+
+def listen_host(value: object, *, option: str) -> str:
+    """Return a host to listen on, IPv6 without brackets; other than for peers, "0.0.0.0" is one.
+
+    Raises :class:`OptionError` naming ``option``.
+    """
+    limits = "a host name or address of this machine, without scheme and port"
+    kind = Kind("host", lambda value, _: _bare_host(value), limits=limits, complete=True)
+    return str(kind.parse(value, option))
+
+
+def _bare_host(value: object) -> str:
+    """Return a host's name or address, IPv6 without brackets; the one reader of all hosts."""
+    if not isinstance(value, str) or len(value) > LONGEST_HOST or " " in value:
+        raise _Refused
+    if value.startswith("[") and value.endswith("]"):
+        if isinstance(_ip_address(value[1:-1]), IPv6Address):
+            return value[1:-1]
+        raise _Refused
+    # A scheme or a port has a colon, which an IPv6 address has, but no name.
+    if _ip_address(value) is None and not HOST_NAME.fullmatch(value):
+        raise _Refused
+    return value
+
+
+def _ip_address(host: str) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(host)
+    except ValueError:
+        return None
 
 
 def _is_wildcard(host: str) -> bool:
-    try:
-        return ip_address(host.strip("[]")).is_unspecified
-    except ValueError:
-        return host == "*"
+    address = _ip_address(host)
+    return address is not None and address.is_unspecified
 
 
 class _Options(BaseModel):
@@ -223,22 +275,25 @@ class XavierOptions(_Options):
         description="Share KV cache between the replicas through a GPU-first store. "
         "Experimental; without it nothing of stock Xinference changes.",
     )
-    xavier_gpu_cache_bytes: Annotated[Size, _size("the device's memory")] = Field(
+    xavier_gpu_cache_bytes: Annotated[Size, _size("the device's memory", "one KV block")] = Field(
         default=Size(bytes=256 * 2**20),
         description="Budget of the device tier of each replica, rounded down to whole KV blocks. "
         "0 keeps blocks in the CPU tier only. On a CPU-only host this tier is host memory.",
     )
-    xavier_cpu_cache_bytes: Annotated[Size, _size("the host's memory limit")] = Field(
-        default=Size(percent=10.0),
-        description="Budget of the CPU tier of each replica, to which the device tier's least "
-        "recently used blocks move. 0 turns the tier off.",
+    xavier_cpu_cache_bytes: Annotated[Size, _size("the host's memory limit", "three KV blocks")] = (
+        Field(
+            default=Size(percent=10.0),
+            description="Budget of the CPU tier of each replica, to which the device tier's least "
+            "recently used blocks move. 0 turns the tier off.",
+        )
     )
     xavier_transport: Annotated[
         Literal["auto", "shm", "nixl", "xoscar"], _choice("auto", "shm", "nixl", "xoscar")
     ] = Field(
         default="auto",
-        description="How blocks come from another replica: shared memory on one host, NIXL "
-        "reads or xoscar copies anywhere; auto takes the first of them that works.",
+        description="How blocks come from another replica: shm is shared memory on one host, "
+        "nixl reads memory directly where that works (RDMA, or one host), xoscar copies over "
+        "sockets elsewhere; auto takes the first of them that works.",
     )
     xavier_load_timeout: Annotated[float, _number(0.1, 600, "s")] = Field(
         default=10.0,
@@ -356,14 +411,26 @@ def _refuse_unknown(names: Iterable[str], valid: Iterable[str]) -> None:
     for name in names:
         if name in valid:
             continue
-        if name in STOCK_OPTIONS:
-            advice = f"it belongs to Xinference's built-in Xavier; {STOCK_OPTIONS[name]}"
-        else:
-            nearest = difflib.get_close_matches(str(name).lower(), valid, n=1, cutoff=0.6)
-            advice = f"did you mean {nearest[0]}?" if nearest else f"valid: {', '.join(valid)}"
-        problems.append(f"unknown option {name}: {advice}")
+        problems.append(f"unknown option {name}: {_advice(str(name), valid)}")
     if problems:
         raise OptionError("; ".join(problems))
+
+
+def _advice(name: str, valid: list[str]) -> str:
+    """Return what to do about a name that is not ``valid``."""
+    if name in STOCK_OPTIONS:
+        return f"it belongs to Xinference's built-in Xavier; {STOCK_OPTIONS[name]}"
+    if name in Deployment.model_fields:
+        return (
+            "it is for plain vLLM only, where it is a key of kv_connector_extra_config; "
+            "Xinference fills it in: leave it out"
+        )
+    # What all names begin with would make any two of them alike.
+    ends = {known.removeprefix(PREFIX): known for known in valid}
+    end = name.lower().removeprefix(PREFIX)
+    if nearest := difflib.get_close_matches(end, ends, n=1, cutoff=NEARLY):
+        return f"did you mean {ends[nearest[0]]}?"
+    return f"valid: {', '.join(valid)}"
 
 
 def _messages(error: ValidationError) -> Iterable[str]:

@@ -21,7 +21,7 @@ _UNITS: Final[dict[str, int]] = {
     **{unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL)},
     **{unit.lower(): 1024**power for power, unit in enumerate(_BINARY, start=1)},
 }
-_UNIT_NAMES: Final = ", ".join((*_DECIMAL, *_BINARY, "%"))
+_UNIT_NAMES: Final = ", ".join((*_DECIMAL, *_BINARY))
 _PATTERN: Final = re.compile(
     r"(?P<number>[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))\s*(?P<unit>[^\W\d_]+|%)?"
 )
@@ -64,56 +64,68 @@ class Size:
         return self.bytes if self.bytes is not None else str(self)
 
 
-def parse_size(value: object, *, option: str) -> Size:
+class _Problem(ValueError):
+    """What is wrong with a value; :func:`parse_size` makes the whole message of it."""
+
+
+def parse_size(value: object, *, option: str, percent: bool = True) -> Size:
     """Read a size from an int (bytes) or a string; ``option`` is named in the error.
 
     Units are case-insensitive: B, kB, MB, GB, TB are powers of 1000 and KiB, MiB, GiB, TiB powers
-    of 1024. A fraction of a larger unit is rounded down to whole bytes; a fraction of a byte is
-    refused. ``"10%"`` is a share, resolved later. Raises :class:`SizeError`.
+    of 1024. A fraction of a larger unit is rounded down to whole bytes ("1.4 GiB", as errors show
+    sizes); a fraction of a byte is refused. ``"10%"`` is a share, resolved later; without
+    ``percent`` it is refused. Raises :class:`SizeError`.
     """
+    try:
+        return _parsed(value, percent)
+    except _Problem as problem:
+        units, example = _UNIT_NAMES, '"256MiB" or "1.5 GB"'
+        if percent:
+            units, example = f"{units}, %", '"256MiB", "1.5 GB" or "10%"'
+        raise SizeError(
+            f"{option}={value!r} {problem}; give whole bytes of 0 or more, or a number with a "
+            f"unit ({units}), such as 268435456, {example}"
+        ) from None
+
+
+def _parsed(value: object, percent: bool) -> Size:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise _error(value, option, "is not a size")
+        raise _Problem("is not a size")
     if isinstance(value, str):
-        return _parse_text(value, option)
+        return _parse_text(value.strip(), percent)
     if not math.isfinite(value):
-        raise _error(value, option, "is not a finite number of bytes")
+        raise _Problem("is not a finite number of bytes")
     # Command lines turn "1e9" into a float: whole ones are as good as ints.
     if value != int(value):
-        raise _error(value, option, "has a fraction of a byte")
-    return _checked(int(value), value, option)
+        raise _Problem("has a fraction of a byte")
+    return _checked(int(value))
 
 
-def _parse_text(value: str, option: str) -> Size:
-    text = value.strip()
+def _parse_text(text: str, percent: bool) -> Size:
     match = _PATTERN.fullmatch(text) if len(text) <= _MAX_TEXT else None
     if match is None:
-        raise _error(value, option, "is not a size")
+        raise _Problem("is not a size")
     number, unit = Fraction(match["number"]), match["unit"] or "B"
     if unit == "%":
+        if not percent:
+            raise _Problem("is a share of some memory, and bytes are needed here")
         if not 0 <= number <= 100:
-            raise _error(value, option, "is outside 0% to 100%")
+            raise _Problem("is outside 0% to 100%")
         return Size(percent=float(number))
     scale = _UNITS.get(unit.lower())
     if scale is None:
-        raise _error(value, option, f"has the unknown unit {unit!r}")
+        raise _Problem(f"has the unknown unit {unit!r}")
     if scale == 1 and number.denominator != 1:
-        raise _error(value, option, "has a fraction of a byte")
-    return _checked(math.floor(number * scale), value, option)
+        raise _Problem("has a fraction of a byte")
+    return _checked(math.floor(number * scale))
 
 
-def _checked(nbytes: int, value: object, option: str) -> Size:
+def _checked(nbytes: int) -> Size:
     if nbytes < 0:
-        raise _error(value, option, "is negative")
+        raise _Problem("is negative")
     if nbytes > MAX_BYTES:
-        raise _error(value, option, f"is more than the largest size, {MAX_BYTES} bytes,")
+        raise _Problem(f"is more than the largest size, {MAX_BYTES} bytes")
     return Size(bytes=nbytes)
-
-
-def _error(value: object, option: str, problem: str) -> SizeError:
-    return SizeError(
-        f"{option}={value!r} {problem}; give whole bytes of 0 or more, or a number with a unit "
-        f'({_UNIT_NAMES}), such as 268435456, "256MiB", "1.5 GB" or "10%"'
-    )
 
 
 def slot_size(block_bytes: int) -> int:

@@ -20,6 +20,7 @@ from xinference_xavier.bench.engines import (
     Engine,
     describe,
     running_directory,
+    wait_ended,
     wait_until,
 )
 
@@ -212,7 +213,7 @@ def test_nothing_is_left_after_the_end(engines: Engines, directory: str) -> None
     assert any("memfd:xavier-" in maps(process.pid) for process in processes)
     for name in names:
         engines[name].stop()
-    assert [process for process in processes if process.is_running()] == []
+    assert wait_ended(processes, 10) == []
     assert not list(Path("/dev/shm").glob("*xavier*"))
 
 

@@ -96,6 +96,17 @@ def test_a_wildcard_is_never_advertised(wildcard: str) -> None:
     assert placement.deployment("m", "m-rep0").xavier_host is None
 
 
+@pytest.mark.parametrize(
+    ("listening", "reached"),
+    [("0.0.0.0:7", "127.0.0.1:7"), ("[::]:7", "[::1]:7"), ("10.0.0.1:7", "10.0.0.1:7")],
+)
+def test_a_supervisor_that_listens_everywhere_is_reached_on_loopback(
+    listening: str, reached: str
+) -> None:
+    placement = group.Placement(listening, "10.0.0.2:8", 1)
+    assert placement.deployment("model", "model-rep0").xavier_directory == reached
+
+
 def test_final_counters_reach_the_extension_beside_the_supervisor() -> None:
     async def work(address: str) -> Any:
         place = deployment(xavier_directory=address)

@@ -35,12 +35,16 @@ class Placement:
         """Return the replica's place in terms of the connector's extra config.
 
         The worker's own address is what its operator chose for others to reach this host by; a
-        wildcard there says nothing (R11), and the connector then takes the route's address.
+        wildcard there says nothing (R11), and the connector then takes the route's address. Only
+        a supervisor on this same host is known here by a wildcard, and it answers on loopback.
         """
         host = self.worker.rpartition(":")[0]
+        supervisor, _, port = self.supervisor.rpartition(":")
+        if supervisor in WILDCARDS:
+            supervisor = "[::1]" if ":" in supervisor else "127.0.0.1"
         return Deployment.from_mapping(
             {
-                "xavier_directory": self.supervisor,
+                "xavier_directory": f"{supervisor}:{port}",
                 "xavier_namespace": model_uid,
                 "xavier_member": replica_uid,
                 "xavier_host": None if host in WILDCARDS else host,
