@@ -3,9 +3,10 @@
 
 This module only composes: `lookup` finds what can be loaded, `loads` follows loads, `saves`
 follows copies into the store, `control` talks to the other replicas. Two kinds of thread come
-here. The engine's thread calls every hook of vLLM and never waits. The control thread, for peers
-and operators, calls :meth:`SchedulerSide.status`, :meth:`clear` and :meth:`close`, none of which
-needs an engine step, except that ``close`` gives work in flight its deadline.
+here. The engine's thread calls every hook of vLLM and waits for no RPC and no copy (commits and
+releases take the index's lock, for microseconds). The control thread, for peers and operators,
+calls :meth:`SchedulerSide.status`, :meth:`clear` and :meth:`close`, none of which needs an engine
+step, except that ``close`` gives work in flight its deadline.
 """
 
 from __future__ import annotations
