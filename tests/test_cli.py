@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -17,8 +16,18 @@ from xinference_xavier import __version__, cli
 from xinference_xavier.features import feature_table
 from xinference_xavier.options import Deployment, option_table
 
-COMMANDS = ["demo", "bench", "directory", "features", "options", "plan"]
-QWEN = ["plan", "--layers", "24", "--kv-heads", "2", "--head-size", "64"]
+COMMANDS = [
+    "status",
+    "plan",
+    "doctor",
+    "console",
+    "demo",
+    "bench",
+    "directory",
+    "options",
+    "features",
+]
+QWEN = ["plan", "--layers", "24", "--kv-heads", "2", "--head-dim", "64"]
 
 
 def run(*args: str) -> str:
@@ -38,6 +47,13 @@ def test_help_lists_every_command_with_its_line() -> None:
     for name in COMMANDS:
         line = next(line for line in output.splitlines() if line.split()[:1] == [name])
         assert len(line.split()) > 3
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "console"])
+def test_every_commands_help_begins_with_its_line_in_the_list(name: str) -> None:
+    pytest.importorskip("vllm")
+    paragraphs = run(name, "--help").split("\n\n")
+    assert " ".join(paragraphs[1].split()).startswith(cli.LAZY[name][1].removesuffix("."))
 
 
 def test_version_is_the_packages() -> None:
@@ -96,62 +112,93 @@ def test_features_json_is_the_feature_table() -> None:
 
 def test_features_are_shown_as_a_table() -> None:
     output = run("features")
+    assert "…" not in output
     assert "refused" in output
     assert "tensor parallelism" in output
 
 
 @pytest.mark.parametrize(("budget", "blocks"), [("256MiB", 1365), ("8MiB", 42), ("0", 0)])
 def test_a_plan_counts_whole_blocks(budget: str, blocks: int) -> None:
-    plan = json.loads(run(*QWEN, "--gpu-cache-bytes", budget, "--json"))
+    plan = json.loads(run(*QWEN, "--gpu", budget, "--json"))
     assert plan["slot_bytes"] == plan["block_bytes"] == 196608
-    gpu = plan["tiers"][0]
-    assert gpu["tier"] == "gpu"
-    assert gpu["blocks"] == blocks
-    assert gpu["tokens"] == blocks * 16
+    assert (plan["gpu_blocks"], plan["gpu_tokens"]) == (blocks, blocks * 16)
+    gpu = plan["per_replica"]["gpu"]
     assert gpu["blocks"] * 196608 + gpu["unused_bytes"] == gpu["budget_bytes"]
 
 
-def test_a_plan_takes_reserved_slots_out_of_the_cpu_tier() -> None:
+def test_a_plan_is_written_to_a_file_beside_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    sizes = ["--dtype", "bfloat16", "--block-size", "16", "--gpu", "256MiB", "--cpu", "4GiB"]
+    assert "21,840" in run(*QWEN, *sizes, "--json", str(file))
+    plan = json.loads(file.read_text())
     # 4 GiB are 21845 slots: 256 are for staging, and a step of 2048 tokens is 128 spare blocks.
-    plan = json.loads(run(*QWEN, "--json"))
+    cpu = 21845 - 256 - 128
+    assert [plan[key] for key in ("block_bytes", "gpu_blocks", "gpu_tokens")] == [
+        196608,
+        1365,
+        21840,
+    ]
+    assert (plan["cpu_blocks"], plan["cpu_tokens"]) == (cpu, cpu * 16)
+    assert plan["per_replica"]["cpu"]["reserved_blocks"] == 384
+
+
+def test_a_plan_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    assert "cannot write --json=" in fail(*QWEN, "--json", str(tmp_path / "no" / "plan.json"))
+
+
+def test_a_plan_takes_a_models_own_configuration(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 896}))
+    plan = json.loads(run("plan", "--model", str(tmp_path), "--replicas", "3", "--json"))
     assert plan["block_bytes"] == 196608
-    assert (plan["gpu_blocks"], plan["gpu_tokens"]) == (1365, 21840)
-    assert plan["cpu_blocks"] == 21845 - 256 - 128 == plan["tiers"][1]["blocks"]
-    assert plan["cpu_tokens"] == plan["cpu_blocks"] * 16
-    assert plan["tiers"][1]["reserved"] == 384
+    assert plan["model"]["source"] == "config"
+    assert plan["total"]["gpu"]["tokens"] == 3 * 21840
+    half = json.loads(run("plan", "--model", str(tmp_path), "--layers", "12", "--json"))
+    assert half["block_bytes"] == 196608 // 2
+    assert "all 3" in run("plan", "--model", str(tmp_path), "--replicas", "3")
+
+
+def test_a_plan_without_a_models_numbers_says_what_to_give(tmp_path: Path) -> None:
+    for args in (["--layers", "24"], ["--model", str(tmp_path)]):
+        result = CliRunner().invoke(cli.main, ["plan", *args])
+        assert result.exit_code == 2
+        assert "give --model, or --layers, --kv-heads and --head-dim" in result.output
 
 
 @pytest.mark.parametrize(
-    ("slots", "step", "reserved"), [(0, 8, 0), (3, 8, 2), (32, 128, 9), (32, 4, 6), (10**6, 8, 264)]
+    ("option", "value", "said"),
+    [
+        ("--layers", "0", "0 is not in the range x>=1"),
+        ("--layers", "10001", "layers=10001: Input should be less than or equal to 10000"),
+        ("--gpu", "10%", "--gpu='10%' is a share of some memory"),
+        ("--cpu", "-1", "--cpu='-1' is negative"),
+    ],
 )
-def test_reserved_slots_grow_with_the_tier_up_to_a_step(
-    slots: int, step: int, reserved: int
-) -> None:
-    assert cli._reserved(slots, step) == reserved
+def test_a_number_that_no_model_has_is_a_usage_error(option: str, value: str, said: str) -> None:
+    result = CliRunner().invoke(cli.main, [*QWEN, option, value])
+    assert result.exit_code == 2
+    assert said in result.output
 
 
-def test_the_plans_constants_are_the_products() -> None:
-    package = Path(cli.__file__).parent / "vllm"
-    source = "".join((package / name).read_text() for name in ("worker.py", "parts.py"))
-    found = dict(re.findall(r"^([A-Z_]+): Final = (\d+)$", source, re.MULTILINE))
-    for name in ("STAGING_SHARE", "MOST_STAGING", "SPARE_SHARE"):
-        assert int(found[name]) == getattr(cli, name)
-    assert int(found["LEAST_HOST_SLOTS"]) == cli.LEAST_SLOTS["cpu"]
+def test_a_plans_older_option_names_still_work() -> None:
+    old = ["plan", "--layers", "24", "--kv-heads", "2", "--head-size", "64", "--block-tokens", "16"]
+    budgets = ["--gpu-cache-bytes", "8MiB", "--cpu-cache-bytes", "1GiB"]
+    plan = json.loads(run(*old, *budgets, "--json"))
+    assert plan == json.loads(run(*QWEN, "--gpu", "8MiB", "--cpu", "1GiB", "--json"))
 
 
 @pytest.mark.parametrize(
     ("gpu", "cpu", "said"),
     [
         ("0", "0", "no block fits into either tier"),
-        ("1kB", "4GiB", "--gpu-cache-bytes=1kB is below 1 KV block (196608 bytes)"),
-        ("8MiB", "384KiB", "--cpu-cache-bytes=384KiB is below 3 KV blocks (589824 bytes)"),
+        ("1kB", "4GiB", "xavier_gpu_cache_bytes=1000 B is below 1 KV block (196608 bytes)"),
+        ("8MiB", "384KiB", "xavier_cpu_cache_bytes=384 KiB is below 3 KV blocks (589824 bytes)"),
     ],
 )
 def test_a_plan_warns_of_budgets_that_a_launch_refuses(
     capsys: pytest.CaptureFixture[str], gpu: str, cpu: str, said: str
 ) -> None:
-    budgets = ["--gpu-cache-bytes", gpu, "--cpu-cache-bytes", cpu]
-    cli.main([*QWEN, *budgets, "--json"], standalone_mode=False)
+    cli.main([*QWEN, "--gpu", gpu, "--cpu", cpu, "--json"], standalone_mode=False)
     printed = capsys.readouterr()
     assert json.loads(printed.out)["block_bytes"] == 196608
     assert f"a launch would be refused: {said}" in printed.err
@@ -161,8 +208,7 @@ def test_a_plan_warns_of_budgets_that_a_launch_refuses(
 def test_a_plan_that_would_be_launched_warns_of_nothing(
     capsys: pytest.CaptureFixture[str], budgets: tuple[str, str]
 ) -> None:
-    args = [*QWEN, "--gpu-cache-bytes", budgets[0], "--cpu-cache-bytes", budgets[1]]
-    cli.main(args, standalone_mode=False)
+    cli.main([*QWEN, "--gpu", budgets[0], "--cpu", budgets[1]], standalone_mode=False)
     assert capsys.readouterr().err == ""
 
 
@@ -174,8 +220,8 @@ def test_a_plans_help_says_where_the_numbers_are() -> None:
 
 
 def test_a_plan_rounds_odd_blocks_up_to_slots() -> None:
-    sizes = ["--layers", "1", "--kv-heads", "1", "--head-size", "3", "--dtype", "fp8"]
-    plan = json.loads(run("plan", *sizes, "--block-tokens", "1", "--json"))
+    sizes = ["--layers", "1", "--kv-heads", "1", "--head-dim", "3", "--dtype", "fp8"]
+    plan = json.loads(run("plan", *sizes, "--block-size", "1", "--json"))
     assert (plan["block_bytes"], plan["slot_bytes"]) == (6, 64)
 
 
@@ -190,8 +236,8 @@ def test_a_plan_is_shown_as_a_table() -> None:
     [("-1", "negative"), ("1 QB", "unknown unit"), ("10%", "bytes are needed here")],
 )
 def test_a_plan_refuses_bad_budgets_naming_the_option(budget: str, message: str) -> None:
-    output = fail(*QWEN, "--cpu-cache-bytes", budget)
-    assert "--cpu-cache-bytes" in output
+    output = fail(*QWEN, "--cpu", budget)
+    assert "--cpu=" in output
     assert message in " ".join(output.split())
     # A percentage is no way out here.
     assert "%" not in output.replace(budget, "")
@@ -264,6 +310,8 @@ def test_a_missing_package_is_named_with_what_to_install(
     output = fail("later")
     assert "needs the package no_such_engine" in output
     assert "xinference-xavier[cpu]" in output
+    monkeypatch.setattr(cli, "EXTRAS", {"no_such_engine": "ui"})
+    assert "install it: pip install 'xinference-xavier[ui]'" in fail("later")
 
 
 def test_an_error_of_our_own_is_not_taken_for_a_missing_package(

@@ -31,13 +31,20 @@ ENGINES: list[tuple[dict[str, object], str, str]] = [
     ({"tensor_parallel_size": 2}, "tensor_parallel_size=2", "set tensor_parallel_size=1"),
     ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2", "set pipeline_parallel_size=1"),
     ({"data_parallel_size": 4}, "data_parallel_size=4", "set data_parallel_size=1"),
-    ({"device": "cuda"}, "device=cuda", "CPU build"),
+    ({"device": "rocm"}, "device=rocm", "NVIDIA GPU"),
+    ({"device": "xpu"}, "device=xpu", "NVIDIA GPU"),
+    ({"machine": "aarch64"}, "machine=aarch64", "x86-64 host"),
     ({"context_parallel_size": 2}, "context_parallel_size=2", "to 1"),
     ({"prefix_caching": False}, "enable_prefix_caching=False", "leave enable_prefix_caching on"),
     ({"hash_algorithm": "sha256"}, "prefix_caching_hash_algo=sha256", "sha256_cbor"),
     ({"kv_groups": ("FullAttentionSpec",) * 2}, "2 KV cache groups", "full attention"),
     ({"kv_groups": ("SlidingWindowSpec",)}, "KV cache of SlidingWindowSpec", "full attention"),
     ({"kv_groups": ()}, "0 KV cache groups", "full attention"),
+    (
+        {"kv_groups": ("FullAttentionSpec+MLAAttentionSpec",)},
+        "KV cache of MLAAttentionSpec",
+        "full attention",
+    ),
     ({"kv_dtype": "nvfp4"}, "kv_cache_dtype=nvfp4", "set kv_cache_dtype"),
     ({"dynamic_kv_scales": True}, "calculate_kv_scales=True", "calculate_kv_scales=False"),
     ({"kv_role": "kv_producer"}, "kv_role=kv_producer", "kv_both"),
@@ -71,7 +78,11 @@ def test_all_reasons_against_an_engine_are_told_together() -> None:
     assert len(check_engine(replace(GOOD, lora=True, tensor_parallel_size=2))) == 2
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3"])
+def test_nvidia_gpus_are_supported() -> None:
+    assert check_engine(replace(GOOD, device="cuda")) == []
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"])
 def test_plain_and_fp8_caches_are_supported(dtype: str) -> None:
     assert check_engine(replace(GOOD, kv_dtype=dtype)) == []
 

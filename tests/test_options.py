@@ -76,8 +76,8 @@ def test_values_become_their_type(name: str, value: object, parsed: object) -> N
         ("xavier_gpu_cache_bytes", float("nan"), "whole bytes"),
         ("xavier_cpu_cache_bytes", "1.5", "whole bytes"),
         ("xavier_cpu_cache_bytes", "3 parsecs", "MiB"),
-        ("xavier_transport", "rdma", "auto | shm | nixl | xoscar"),
-        ("xavier_transport", 1, "auto | shm | nixl | xoscar"),
+        ("xavier_transport", "rdma", "auto | cuda_ipc | shm | nixl | xoscar"),
+        ("xavier_transport", 1, "auto | cuda_ipc | shm | nixl | xoscar"),
         ("xavier_load_timeout", True, "0.1 to 600 s"),
         ("xavier_load_timeout", 0, "0.1 to 600 s"),
         ("xavier_load_timeout", float("nan"), "0.1 to 600 s"),
@@ -109,7 +109,7 @@ def test_bad_values_are_refused_with_value_limit_and_option(
 def test_the_words_of_a_choice_say_all() -> None:
     with pytest.raises(OptionError) as caught:
         XavierOptions.from_mapping({"xavier_transport": "rdma"})
-    assert str(caught.value).endswith("; allowed: auto | shm | nixl | xoscar")
+    assert str(caught.value).endswith("; allowed: auto | cuda_ipc | shm | nixl | xoscar")
 
 
 def test_all_bad_values_are_told_at_once() -> None:

@@ -49,8 +49,8 @@ def run(*command: str | Path) -> str:
 def dists(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the sdist, and the wheel that was built from it."""
     source = tmp_path_factory.mktemp("source") / "tree"
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
-    shutil.copytree(ROOT, source, ignore=ignored)
+    unwanted = (".*", "__pycache__", "*.egg-info", "build", "dist", "node_modules")
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*unwanted))
     out = tmp_path_factory.mktemp("dists")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)
     return out
@@ -72,6 +72,7 @@ def test_the_wheel_holds_the_whole_package_and_nothing_else(wheel: zipfile.ZipFi
     assert names == package_files()
     assert f"{PACKAGE}/py.typed" in names
     assert f"{PACKAGE}/data/lighthouses.txt" in names
+    assert f"{PACKAGE}/extension/web/launch.js" in names or shutil.which("npm") is None
 
 
 def test_the_wheel_tells_what_it_is(wheel: zipfile.ZipFile) -> None:
@@ -117,7 +118,9 @@ def test_requirements_are_what_is_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     plain = canonical(Requirement(text).name for text in project["dependencies"])
     reached: dict[str, Distribution] = {}
-    for text in [*project["dependencies"], *project["optional-dependencies"]["cpu"]]:
+    optional = project["optional-dependencies"]
+    extras = (text for name in ("cpu", "cuda", "ui") for text in optional[name])
+    for text in [*project["dependencies"], *extras]:
         requirements(Requirement(text), reached)
     owners = packages_distributions()
     used = {module: canonical(owners.get(module, [])) for module in imported()}
@@ -129,8 +132,9 @@ def test_the_sdist_holds_tests_docs_and_what_builds_them(dists: Path) -> None:
     with tarfile.open(next(dists.glob("*.tar.gz"))) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert package_files() <= names
-    wanted = {"LICENSE", "Makefile", "README.md", "setup.py", "tests/test_packaging.py"}
-    assert wanted | {"docs/options.md", "scripts/make_docs.py"} <= names
+    wanted = {"LICENSE", "Makefile", "README.md", "mkdocs.yml", "setup.py"}
+    wanted |= {"docs/options.md", "scripts/make_docs.py", "tests/test_packaging.py"}
+    assert wanted | {"frontend/src/main.ts"} <= names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 

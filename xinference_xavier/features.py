@@ -28,8 +28,14 @@ HASH_ALGORITHM: Final = "sha256_cbor"
 
 _LaunchTest = Callable[[Mapping[str, object]], str | None]
 
+DEVICES: Final = ("cpu", "cuda")
+"""vLLM's names of the platforms whose memory the store can copy."""
+
+MACHINE: Final = "x86_64"
+"""The one architecture whose order of stores and loads the generations rely on."""
+
 _KV_DTYPES: Final = frozenset(
-    {"auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"}
+    {"auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
 )
 _ROLES: Final = ("prefill", "decode")
 _KV_GROUP_KINDS: Final = frozenset({"FullAttentionSpec"})
@@ -48,10 +54,14 @@ class Support(Enum):
 class EngineFacts:
     """An engine's configuration in plain values, as vLLM resolved it.
 
-    ``kv_groups`` names the cache spec's class of each KV cache group.
+    ``device`` is vLLM's name of the platform: a ROCm build says "rocm" here, where its torch
+    devices say "cuda". ``machine`` is the host's architecture as ``uname -m`` writes it.
+    ``kv_groups`` names the cache specs' classes of each KV cache group, joined by ``+`` where its
+    layers have several.
     """
 
     device: str = "cpu"
+    machine: str = MACHINE
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -179,13 +189,18 @@ def _roles(options: Mapping[str, object]) -> str | None:
     return None
 
 
+def _other_device(facts: EngineFacts) -> str | None:
+    return None if facts.device in DEVICES else f"device={facts.device}"
+
+
 def _many_groups(facts: EngineFacts) -> str | None:
     count = len(facts.kv_groups)
     return None if count == 1 else f"{count} KV cache groups"
 
 
 def _other_attention(facts: EngineFacts) -> str | None:
-    others = sorted(set(facts.kv_groups) - _KV_GROUP_KINDS)
+    kinds = {kind for group in facts.kv_groups for kind in group.split("+")}
+    others = sorted(kinds - _KV_GROUP_KINDS)
     return f"KV cache of {', '.join(others)}" if others else None
 
 
@@ -198,10 +213,24 @@ _S, _B, _R, _U = Support.SUPPORTED, Support.BYPASSED, Support.REFUSED, Support.U
 FEATURES: Final[tuple[Feature, ...]] = (
     Feature("decoder-only text models", _S, "one KV cache group of full attention"),
     Feature("quantized weights", _S, "how they are quantized is part of a block's identity"),
-    Feature("FP8 KV cache", _S, "bytes are copied as they are; the type is part of the identity"),
     Feature(
-        "chunked prefill, asynchronous scheduling, preemption", _S, "full, computed blocks only"
+        "FP8 KV cache, also in some layers only",
+        _S,
+        "bytes are copied as they are; each layer's type is part of the identity",
     ),
+    Feature(
+        "NVIDIA GPUs",
+        _S,
+        "the device tier lies in GPU memory; peers on the same host map it by CUDA IPC; what has "
+        "run on which card is in [gpu.md](gpu.md)",
+    ),
+    Feature(
+        "CUDA graphs and asynchronous scheduling",
+        _S,
+        "no per-layer hook is used: blocks are copied around forwards, by threads and streams of "
+        "the store's own",
+    ),
+    Feature("chunked prefill, preemption", _S, "full, computed blocks only"),
     Feature("multi-turn chats", _S, "full blocks of outputs are stored as well as of prompts"),
     Feature("cache_salt", _S, "requests share blocks only under the same salt"),
     Feature(
@@ -265,12 +294,20 @@ FEATURES: Final[tuple[Feature, ...]] = (
         "set model_engine=vLLM, or launch without xavier_gpu_first",
     ),
     Feature(
-        "CUDA and other accelerators",
+        "other accelerators (ROCm, XPU, TPU)",
         _R,
-        "the store's interfaces are made for them, the copies between their memory and it are "
-        "not done yet",
-        "use vLLM's CPU build, or launch without xavier_gpu_first",
-        in_engine=_differs("device", "cpu", "device"),
+        "the copies from and to their memory, and the order of these with the engine's own work, "
+        "are built for CUDA only",
+        "use an NVIDIA GPU or vLLM's CPU build, or launch without xavier_gpu_first",
+        in_engine=_other_device,
+    ),
+    Feature(
+        "hosts other than x86-64",
+        _R,
+        "a reader tells a slot that was overwritten under it by the order of the writer's stores, "
+        "which other processors do not keep",
+        "use an x86-64 host, or launch without xavier_gpu_first",
+        in_engine=_differs("machine", MACHINE, "machine"),
     ),
     Feature(
         "tensor parallelism",

@@ -278,7 +278,8 @@ class XavierOptions(_Options):
     xavier_gpu_cache_bytes: Annotated[Size, _size("the device's memory", "one KV block")] = Field(
         default=Size(bytes=256 * 2**20),
         description="Budget of the device tier of each replica, rounded down to whole KV blocks. "
-        "0 keeps blocks in the CPU tier only. On a CPU-only host this tier is host memory.",
+        "0 keeps blocks in the CPU tier only. Xinference takes it out of vLLM's share of the GPU; "
+        "on a CPU-only host this tier is host memory.",
     )
     xavier_cpu_cache_bytes: Annotated[Size, _size("the host's memory limit", "three KV blocks")] = (
         Field(
@@ -288,12 +289,13 @@ class XavierOptions(_Options):
         )
     )
     xavier_transport: Annotated[
-        Literal["auto", "shm", "nixl", "xoscar"], _choice("auto", "shm", "nixl", "xoscar")
+        Literal["auto", "cuda_ipc", "shm", "nixl", "xoscar"],
+        _choice("auto", "cuda_ipc", "shm", "nixl", "xoscar"),
     ] = Field(
         default="auto",
-        description="How blocks come from another replica: shm is shared memory on one host, "
-        "nixl reads memory directly where that works (RDMA, or one host), xoscar copies over "
-        "sockets elsewhere; auto takes the first of them that works.",
+        description="How blocks come from another replica: cuda_ipc maps its GPU memory on one "
+        "host, shm its host memory, nixl reads memory directly where that works (RDMA, or one "
+        "host), xoscar copies over sockets elsewhere; auto takes the first of them that works.",
     )
     xavier_load_timeout: Annotated[float, _number(0.1, 600, "s")] = Field(
         default=10.0,

@@ -2,57 +2,144 @@
 """Do the budgets fit? The one answer to that question, asked at three points (R10).
 
 The API asks for all replicas of a launch where it knows their host, the worker before it starts a
-model's process, and the connector at the engine's start. All three get the same sizes and the
-same message: need, have, which limit, which option to change.
+model's process and that process before it loads the model, and the connector at the engine's
+start. All get the same sizes and the same message: need, have, which limit, which option to change.
 
-Reads files below /proc and /sys and one resource limit; changes nothing.
+On an accelerator the store lives inside the share that the launch gives to vLLM: what it needs,
+part by part (:class:`DeviceNeed`), is taken out of that share before the model is loaded
+(:func:`make_room`), and vLLM then profiles within the rest. No process besides vLLM's own worker
+has a context on the device, so there is no part for one. With plain vLLM nobody takes it out, so
+the connector can only look at what is left (:func:`check_device_room`).
 """
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import math
+from dataclasses import dataclass, replace
 from typing import Final
 
+from xinference_xavier.hostmemory import HostMemory, host_memory
 from xinference_xavier.options import OptionError, XavierOptions
 from xinference_xavier.sizes import format_size
 
-CGROUP_UNLIMITED: Final = 2**60
-"""From here on a cgroup v1 limit means none (the kernel reports a page-rounded 2**63)."""
+DEVICE_STAGING_BYTES: Final = 32 << 20
+"""Slots of the device arena that hold no blocks: reads of a peer's device tier over the network
+land there. On top of the tier's budget, at least one slot."""
 
+COPY_SCRATCH_BYTES: Final = 32 << 20
+"""What the copies themselves take of a device (tables, and an area through which copies to and
+from unpinned host memory go): more than that only with slots of 15 MiB and above."""
 
-@dataclass(frozen=True)
-class Bound:
-    """A number of bytes, and for people where it comes from."""
+TRANSPORT_BYTES: Final = 32 << 20
+"""What NIXL and UCX may keep on a device: an estimate, as neither tells."""
 
-    bytes: int
-    source: str
+STAGING_TRANSPORTS: Final = frozenset({"auto", "nixl"})
+"""Values of ``xavier_transport`` that read into device memory over the network."""
 
+ENGINE_RESERVE: Final = 1 << 30
+"""What vLLM needs beside the weights (context, activations, CUDA graphs, a small KV cache): an
+estimate on the small side, for before the model is loaded. vLLM itself measures it later."""
 
-@dataclass(frozen=True)
-class HostMemory:
-    """The tightest bounds on this process's host memory.
-
-    ``total`` does not change while the host runs and is what a percentage is a share of;
-    ``available`` is what could be allocated now. They may come from different sources.
-    ``process`` is the limit of one process's address space, where one is set.
-    """
-
-    total: Bound
-    available: Bound
-    process: Bound | None = None
+CONTEXT_BYTES: Final = 512 << 20
+"""Most of what a process uses of a device beside torch's memory that is taken for its context."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """An accelerator's memory in bytes. ``engine_share`` (0 to 1) of it goes to vLLM itself."""
+    """An accelerator's memory in bytes, and the number by which the driver lists it.
+
+    ``total`` 0 means that nothing is known of it.
+    """
 
     name: str
     total: int
     available: int
-    engine_share: float = 0.0
+    index: int = 0
+
+
+UNKNOWN_DEVICE: Final = DeviceMemory("a GPU whose memory the driver does not tell", 0, 0)
+
+
+@dataclass(frozen=True)
+class EngineClaim:
+    """What a launch lets vLLM take of a device.
+
+    ``utilization`` is ``gpu_memory_utilization``; with ``kv_bytes`` (``kv_cache_memory_bytes``)
+    vLLM does not size its KV cache by it. ``weights`` are the least bytes of the model's weights,
+    as far as its files tell.
+    """
+
+    utilization: float
+    kv_bytes: int | None = None
+    weights: int = 0
+
+    @property
+    def setting(self) -> str:
+        """The argument that sizes the KV cache, as people write it."""
+        if self.kv_bytes is not None:
+            return f"kv_cache_memory_bytes={self.kv_bytes}"
+        return f"gpu_memory_utilization={self.utilization:g}"
+
+    @property
+    def option(self) -> str:
+        """Its name."""
+        return self.setting.partition("=")[0]
+
+    def bytes(self, total: int) -> int:
+        """Return what vLLM takes of a device of ``total`` bytes."""
+        if self.kv_bytes is not None:
+            return self.weights + ENGINE_RESERVE + self.kv_bytes
+        return math.ceil(total * self.utilization)
+
+    def spare(self, total: int) -> int:
+        """Return how many of these bytes vLLM could do without, below 0 if it needs more."""
+        if self.kv_bytes is not None:
+            # With 0 vLLM would size its KV cache by the utilization.
+            return self.kv_bytes - 1
+        return self.bytes(total) - self.weights - ENGINE_RESERVE
+
+    def less(self, need: int, total: int) -> EngineClaim:
+        """Return the claim without ``need`` bytes."""
+        if self.kv_bytes is not None:
+            return replace(self, kv_bytes=self.kv_bytes - need)
+        # Rounded down, as vLLM rounds the bytes up.
+        millionths = math.floor((self.utilization - need / total) * 1e6)
+        return replace(self, utilization=millionths / 1e6)
+
+    def arguments(self) -> dict[str, float | int]:
+        """Return the arguments of vLLM's engine that say so."""
+        value = self.utilization if self.kv_bytes is None else self.kv_bytes
+        return {self.option: value}
+
+
+@dataclass(frozen=True)
+class DeviceNeed:
+    """What one rank's store takes of its device, in bytes by what it is for."""
+
+    tier: int
+    staging: int
+    scratch: int
+    transport: int
+
+    @property
+    def beside(self) -> int:
+        """All but the tier itself."""
+        return self.staging + self.scratch + self.transport
+
+    @property
+    def bytes(self) -> int:
+        """All together."""
+        return self.tier + self.beside
+
+    def __str__(self) -> str:
+        """Return the parts for people."""
+        parts = {
+            "for the tier": self.tier,
+            "of staging for reads over the network": self.staging,
+            "of scratch for copies": self.scratch,
+            "for buffers of NIXL and UCX": self.transport,
+        }
+        return ", ".join(f"{format_size(size)} {name}" for name, size in parts.items() if size)
 
 
 @dataclass(frozen=True)
@@ -63,22 +150,33 @@ class Budgets:
     host: int
 
 
-def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the bounds on this process: physical memory, its cgroups (v1 or v2), ``ulimit -v``.
+def device_staging_slots(options: XavierOptions, slot_bytes: int) -> int:
+    """Return how many staging slots a device arena has, beside those of a tier of some size."""
+    if options.xavier_transport not in STAGING_TRANSPORTS:
+        return 0
+    return max(1, DEVICE_STAGING_BYTES // slot_bytes)
 
-    ``root`` is where /proc and /sys are found. Raises OSError when /proc/meminfo cannot be read.
+
+def device_need(
+    options: XavierOptions,
+    tier: int,
+    *,
+    slot_bytes: int | None = None,
+    scratch: int = COPY_SCRATCH_BYTES,
+) -> DeviceNeed:
+    """Return what a rank whose device tier has ``tier`` bytes takes of its device.
+
+    ``slot_bytes`` and the exact ``scratch`` are known once the model is loaded.
     """
-    info = _table(root / "proc/meminfo")
-    totals = [Bound(info["MemTotal:"] * 1024, "MemTotal of the host")]
-    available = [Bound(info["MemAvailable:"] * 1024, "MemAvailable of the host")]
-    for source, limit, used in _cgroups(root):
-        totals.append(Bound(limit, source))
-        available.append(Bound(max(0, limit - used), source))
-    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return HostMemory(
-        total=min(totals, key=_bytes),
-        available=min(available, key=_bytes),
-        process=None if soft == resource.RLIM_INFINITY else Bound(soft, "ulimit -v (RLIMIT_AS)"),
+    networked = options.xavier_transport in STAGING_TRANSPORTS
+    staging = DEVICE_STAGING_BYTES if networked and tier else 0
+    if staging and slot_bytes is not None:
+        staging = device_staging_slots(options, slot_bytes) * slot_bytes
+    return DeviceNeed(
+        tier=tier,
+        staging=staging,
+        scratch=scratch,
+        transport=TRANSPORT_BYTES if networked else 0,
     )
 
 
@@ -87,40 +185,130 @@ def check_budgets(
     *,
     replicas_on_host: int = 1,
     device: DeviceMemory | None = None,
+    claim: EngineClaim | None = None,
+    promised: int = 0,
     reserved: int = 0,
     host: HostMemory | None = None,
 ) -> Budgets:
     """Return one replica's budgets in bytes, or raise :class:`OptionError` when they do not fit.
 
-    ``replicas_on_host`` replicas are about to start here, each with a device of its own:
-    ``device`` None means a CPU-only host, whose device tier is host memory too. ``reserved``
-    bytes of the host's memory were promised to others that have not allocated them yet. ``host``
-    is measured when not given.
+    ``replicas_on_host`` replicas are about to start here. ``device`` None means a CPU-only host,
+    whose device tier is host memory too; with a ``claim`` the device tier must fit into it, as in
+    :func:`make_room`. ``reserved`` bytes of the host's memory were promised to others that have
+    not allocated them yet. ``host`` is measured when not given.
     """
     host = host or host_memory()
     budgets = Budgets(
         device=options.xavier_gpu_cache_bytes.resolve(device.total if device else host.total.bytes),
         host=options.xavier_cpu_cache_bytes.resolve(host.total.bytes),
     )
-    if device is not None:
-        _check_device(options, budgets, device)
+    if device is not None and claim is not None:
+        make_room(options, device, claim, promised)
     _check_host(options, budgets, replicas_on_host, reserved, device is None, host)
     return budgets
 
 
-def _check_device(options: XavierOptions, budgets: Budgets, device: DeviceMemory) -> None:
-    engine = int(device.total * device.engine_share)
-    have = max(0, device.available - engine)
-    if budgets.device <= have:
+def make_room(
+    options: XavierOptions, device: DeviceMemory, claim: EngineClaim, promised: int = 0
+) -> EngineClaim:
+    """Return the claim that leaves room on the device for the store.
+
+    ``promised`` bytes of the device's available memory belong to others that have not taken them
+    yet. A device of which nothing is known gives the claim as it is: the connector looks again.
+    Raises :class:`OptionError` when vLLM's share is not there, or too small for model and store.
+    """
+    if not device.total:
+        return claim
+    tier = options.xavier_gpu_cache_bytes.resolve(device.total)
+    need = device_need(options, tier)
+    share, free = claim.bytes(device.total), max(0, device.available - promised)
+    if share > free:
+        waiting = f", {format_size(promised)} of it promised to other replicas" if promised else ""
+        raise OptionError(
+            f"{claim.setting} asks for {format_size(share)} of {device.name}, which has "
+            f"{format_size(device.available)} of {format_size(device.total)} free{waiting}. "
+            f"xavier_gpu_cache_bytes={options.xavier_gpu_cache_bytes} is taken out of that share: "
+            f"no budget fits. Lower {claim.option}, or use another GPU"
+        )
+    spare = claim.spare(device.total)
+    if need.bytes > spare:
+        why = f"{claim.setting} is what it is taken out of"
+        if claim.kv_bytes is None:
+            weights = f"{format_size(claim.weights)} for weights and " if claim.weights else ""
+            why = (
+                f"{claim.setting} gives vLLM {format_size(share)}, which needs at least {weights}"
+                f"{format_size(ENGINE_RESERVE)} to run"
+            )
+        have = max(0, spare)
+        raise _too_much(options, need, device, have=have, why=why, instead=f"raise {claim.option}")
+    return claim.less(need.bytes, device.total)
+
+
+def largest_budget(
+    options: XavierOptions, device: DeviceMemory, claim: EngineClaim, promised: int = 0
+) -> int:
+    """Return the largest device budget in bytes that :func:`make_room` takes; 0 if none."""
+    if claim.bytes(device.total) > device.available - promised:
+        return 0
+    beside = device_need(options, tier=1).beside
+    return max(0, claim.spare(device.total) - beside)
+
+
+def check_device_room(
+    options: XavierOptions,
+    need: DeviceNeed,
+    device: DeviceMemory,
+    claim: EngineClaim,
+    held: int,
+) -> None:
+    """Refuse at the engine's start what the device has no room for beside vLLM (R10).
+
+    Called once vLLM has allocated its KV cache, whose process holds ``held`` bytes of the device
+    through torch. Of what is free, the part of ``claim`` that vLLM has not taken yet stays its
+    own: activations and CUDA graphs come later. Raises :class:`OptionError`.
+    """
+    used = device.total - device.available
+    context = max(0, min(used - held, CONTEXT_BYTES))
+    if claim.kv_bytes is None:
+        pending = max(0, claim.bytes(device.total) - held - context)
+    else:
+        pending = ENGINE_RESERVE
+    have = max(0, device.available - pending)
+    if need.bytes <= have:
         return
-    taken = ""
-    if engine:
-        taken = f", and gpu_memory_utilization={device.engine_share:g} takes {format_size(engine)}"
-    raise OptionError(
-        f"xavier_gpu_cache_bytes={options.xavier_gpu_cache_bytes} needs "
-        f"{format_size(budgets.device)} of {device.name}, which has {format_size(have)} for it: "
-        f"{format_size(device.available)} of {format_size(device.total)} are free{taken}. "
-        "Lower xavier_gpu_cache_bytes or gpu_memory_utilization"
+    missing = need.bytes - have
+    less = math.floor((claim.utilization - missing / device.total) * 1000) / 1000
+    instead = f"lower {claim.option} to {less:g}"
+    if claim.kv_bytes is not None or less <= 0:
+        instead = f"lower {claim.option} by {format_size(missing)}"
+    raise _too_much(
+        options,
+        need,
+        device,
+        have=have,
+        why=f"{format_size(device.available)} are free with the KV cache in place, and "
+        f"{claim.setting} lets vLLM take {format_size(pending)} more",
+        instead=instead,
+    )
+
+
+def _too_much(
+    options: XavierOptions,
+    need: DeviceNeed,
+    device: DeviceMemory,
+    *,
+    have: int,
+    why: str,
+    instead: str,
+) -> OptionError:
+    largest = have - need.beside
+    fits = f"The largest budget that fits is {largest} bytes ({format_size(largest)})"
+    if largest <= 0:
+        fits = "No budget fits"
+    return OptionError(
+        f"xavier_gpu_cache_bytes={options.xavier_gpu_cache_bytes}: the store needs "
+        f"{format_size(need.bytes)} of {device.name} ({need}) and has {format_size(have)}: {why}. "
+        f"{fits}: lower xavier_gpu_cache_bytes, or {instead}"
     )
 
 
@@ -156,62 +344,3 @@ def _check_host(
         f"{waiting}), which has {format_size(host.available.bytes)} "
         f"(limit: {host.available.source}). Lower {change} or the number of replicas"
     )
-
-
-def _bytes(bound: Bound) -> int:
-    return bound.bytes
-
-
-def _cgroups(root: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield source, limit and use (bytes) of each limited memory cgroup of this process.
-
-    Page cache that the kernel would drop first does not count as used. In a container the path
-    in /proc/self/cgroup may be the host's: directories that do not exist here are passed over,
-    and the mount's own root is always looked at.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            names = ("cgroup v2 memory.max", "memory.max", "memory.current", "inactive_file")
-            base = root / "sys/fs/cgroup"
-        elif "memory" in controllers.split(","):
-            names = (
-                "cgroup v1 memory.limit_in_bytes",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
-            base = root / "sys/fs/cgroup/memory"
-        else:
-            continue
-        kind, limit_file, used_file, droppable = names
-        parts = Path(path.lstrip("/")).parts
-        for depth in range(len(parts), -1, -1):
-            group = base.joinpath(*parts[:depth])
-            limit = _number(group / limit_file)
-            used = _number(group / used_file)
-            if limit is None or used is None or limit >= CGROUP_UNLIMITED:
-                continue
-            cache = _table(group / "memory.stat").get(droppable, 0)
-            where = "/" + "/".join(parts[:depth])
-            yield f"{kind} of {where}", limit, max(0, used - cache)
-
-
-def _number(path: Path) -> int | None:
-    """Return the file's number; None where there is no file, or it says ``max``."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _table(path: Path) -> dict[str, int]:
-    """Return a file of ``name number`` lines; empty only for a cgroup's missing statistics."""
-    if path.name == "memory.stat" and not path.exists():
-        return {}
-    rows = (line.split() for line in path.read_text().splitlines())
-    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}

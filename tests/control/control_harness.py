@@ -88,11 +88,21 @@ class Replica:
             status_hook=lambda: {"thread": threading.current_thread().name},
             clear_hook=self.clear,
             close_hook=self.close,
+            limit_hook=self.set_limits,
+            withdraw_hook=self.withdraw,
             timing=timing,
         )
 
     def fill(self, start: int, end: int) -> None:
         self.runtime.publish(fill(self.index, keys(start, end)), [])
+
+    def set_limits(self, device_slots: int | None, host_slots: int | None) -> dict[str, Any]:
+        changes = self.index.set_limits(device_slots=device_slots, host_slots=host_slots)
+        self.runtime.publish([], changes.removed)
+        return {"evicted_blocks": len(changes.removed)}
+
+    def withdraw(self) -> None:
+        self.runtime.publish([], self.index.take_removed())
 
     def clear(self) -> dict[str, Any]:
         epoch = self.index.clear()

@@ -44,16 +44,23 @@ class Source:
             status_hook=lambda: {"blocks": self.index.counters().device_blocks},
             clear_hook=lambda: None,
             close_hook=close_hook or self.close,
+            limit_hook=self.set_limits,
+            withdraw_hook=lambda: self.withdrawn.extend(self.index.take_removed()),
             timing=TIMING,
             epochs={EPOCH},
         )
         self.closes = 0
+        self.withdrawn: list[bytes] = []
         self.actor = PeerActor(self.state)
 
     def close(self, deadline_s: float) -> dict[str, Any]:
         self.closes += 1
         self.index.close()
         return {"closes": self.closes}
+
+    def set_limits(self, device_slots: int | None, host_slots: int | None) -> dict[str, Any]:
+        changes = self.index.set_limits(device_slots=device_slots, host_slots=host_slots)
+        return {"removed": len(changes.removed)}
 
     async def reserve(self, count: int, duration_s: float = 5.0, **changes: Any) -> Any:
         named = {"fingerprint": FINGERPRINT, "epoch": EPOCH} | changes
@@ -241,6 +248,78 @@ def test_a_close_cuts_a_long_reservation_short() -> None:
         assert len(unpack_rows(grant.rows)) == LEASE_KEYS
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+# -- samples ---------------------------------------------------------------------------------------
+
+
+@source
+async def test_a_sample_is_a_lease_on_some_blocks(s: Source) -> None:
+    grant = await s.actor.sample(FINGERPRINT, EPOCH, "doctor", 0, 3, 5.0)
+    assert isinstance(grant, LeaseGrant)
+    assert len(unpack_rows(grant.rows)) == 3
+    assert s.index.counters().leased_blocks == 3
+    assert await s.actor.release(EPOCH, [grant.lease_id]) == 1
+
+
+@source
+async def test_a_sample_of_a_tier_has_blocks_of_that_tier(s: Source) -> None:
+    fill(s.index, keys(20, 66))
+    grant = await s.actor.sample(FINGERPRINT, EPOCH, "doctor", 1, 10, 5.0)
+    assert [row[0] for row in unpack_rows(grant.rows)] == [1, 1]
+    longest = await s.actor.sample(FINGERPRINT, EPOCH, "other", 0, 10_000, 5.0)
+    assert 0 < len(unpack_rows(longest.rows)) <= 64
+
+
+@source
+async def test_a_sample_of_an_empty_store_holds_nothing(s: Source) -> None:
+    s.index.clear()
+    assert await s.actor.sample(FINGERPRINT, EPOCH, "doctor", 0, 3, 5.0) == LeaseGrant(0, b"")
+    assert s.leases() == 0
+
+
+@source
+async def test_a_sample_needs_the_groups_fingerprint_and_an_open_store(s: Source) -> None:
+    assert await s.actor.sample(b"x" * 32, EPOCH, "d", 0, 3, 5.0) is Refused.FINGERPRINT
+    assert await s.actor.sample(FINGERPRINT, EPOCH + 1, "d", 0, 3, 5.0) is Refused.EPOCH
+    await s.actor.close(0.0)
+    assert await s.actor.sample(FINGERPRINT, EPOCH, "d", 0, 3, 5.0) is Refused.CLOSED
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+@source
+async def test_a_limit_evicts_at_once_what_nobody_has_leased(s: Source) -> None:
+    grant = await s.reserve(4)
+    assert (await s.actor.set_limits(2, None)) == {"removed": 16}
+    counters = s.index.counters()
+    assert (counters.limits, counters.device_blocks) == ((2, 4), 4)
+    assert await s.actor.release(EPOCH, [grant.lease_id]) == 1
+    assert s.index.counters().device_blocks == 2
+
+
+def test_blocks_that_went_with_their_leases_are_withdrawn_by_the_reaper() -> None:
+    async def run() -> None:
+        s = Source()
+        await s.actor.__post_create__()
+        grant = await s.reserve(4)
+        await s.actor.set_limits(2, None)
+        await s.actor.release(EPOCH, [grant.lease_id])
+        while not s.withdrawn:
+            await asyncio.sleep(0)
+        await s.actor.__pre_destroy__()
+        assert sorted(s.withdrawn) == sorted(keys(2, 4))
+        s.index.check_invariants()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@source
+async def test_a_limit_beyond_the_capacity_changes_nothing(s: Source) -> None:
+    with pytest.raises(ValueError, match="device limit is 65"):
+        await s.actor.set_limits(65, 0)
+    assert s.index.counters().limits == (64, 4)
 
 
 # -- why a grant is short --------------------------------------------------------------------------

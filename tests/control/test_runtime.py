@@ -270,6 +270,23 @@ def test_a_reset_withdraws_what_was_published_before_and_nothing_after(group: Cl
     assert reader.call("sees", 0, 1) == 0
 
 
+def test_blocks_that_go_for_a_lower_limit_leave_the_directory(group: Cluster) -> None:
+    directory = group.directory()
+    source = group.local("a", directory.address, PATIENT)
+    reader = group.remote("b", directory.address, PATIENT)
+    source.fill(0, 10)
+    number = eventually(lambda: reader.call("sees", 0, 10))
+    grant = source.index.acquire(keys(0, 6), reader="c", request="r", now=0.0, duration=1e9)
+    assert call(source.runtime.address, "set_limits", 4, None) == {"evicted_blocks": 4}
+    eventually(lambda: reader.call("sees", 9, 10) == 0)
+    assert reader.call("sees", 0, 6) == number
+    # Nobody calls the index for an idle replica but its own reaper.
+    source.index.release(grant.lease_id)
+    eventually(lambda: reader.call("sees", 5, 6) == 0)
+    assert source.index.counters().device_blocks == 4
+    source.index.check_invariants()
+
+
 def test_a_replica_that_joins_late_sees_everything(group: Cluster) -> None:
     directory = group.directory()
     first = group.remote("a", directory.address, PATIENT)
@@ -516,6 +533,8 @@ def make_runtime(**changes: Any) -> ControlRuntime:
         "status_hook": dict,
         "clear_hook": dict,
         "close_hook": lambda deadline_s: {},
+        "limit_hook": lambda device, host: {},
+        "withdraw_hook": lambda: None,
         "timing": QUICK,
     }
     return ControlRuntime(**(options | changes))

@@ -7,15 +7,18 @@ is forced to NIXL, ``control`` has no connector. All answers are greedy; float32
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.models import make_tiny_llama
 from xinference_xavier.bench.engines import (
     BLOCK_TOKENS,
+    SERVED_NAME,
     Completion,
     Engine,
     describe,
@@ -23,6 +26,7 @@ from xinference_xavier.bench.engines import (
     wait_ended,
     wait_until,
 )
+from xinference_xavier.metrics.table import SOURCES
 
 pytestmark = pytest.mark.e2e
 
@@ -193,6 +197,61 @@ def test_prompt_logprobs_bypass_the_store(engines: Engines, directory: str) -> N
     assert answer.cached_tokens == 0
     bypassed = describe(directory)["reader"]["traffic"]["bypassed"]
     assert bypassed["prompt log probabilities"] == 1
+
+
+def test_an_answer_and_the_metrics_tell_where_its_prompt_came_from(
+    engines: Engines, directory: str
+) -> None:
+    document = text("A garden", 30 * BLOCK_TOKENS)
+    fill(engines["source"], directory, "reader", document)
+    before = shown(engines["reader"])
+    body = {"model": SERVED_NAME, "prompt": document + "?", "max_tokens": 2, "ignore_eos": True}
+    sources = engines["reader"].post("/v1/completions", body)["kv_transfer_params"]["xavier"]
+    assert sources == {**dict.fromkeys(SOURCES, 0), "peer_device": len(document)}
+    source = frozenset({("source", "peer_device")})
+    # What the API server shows comes with the engine's steps, the last of which may be under way.
+    wait_until(
+        lambda: (
+            grown(before, engines["reader"], "xavier_hit_tokens_total", source) == len(document)
+        ),
+        "the hit shows in the metrics",
+    )
+    assert grown(before, engines["reader"], "xavier_prompt_tokens_total") == len(document) + 1
+    assert grown(before, engines["reader"], "xavier_loads_total") == 1
+    shm = frozenset({("transport", "shm")})
+    assert grown(before, engines["reader"], "xavier_load_bytes_total", shm) == 30 * BLOCK_BYTES
+    assert grown(before, engines["reader"], "xavier_load_seconds_count", shm) == 1
+    store = describe(directory)["reader"]["store"]
+    device = frozenset({("tier", "device")})
+    now = shown(engines["reader"])
+    assert now["xavier_capacity_bytes", device] == DEVICE_BLOCKS * store["slot_bytes"]
+    assert now["xavier_used_bytes", device] == store["device_blocks"] * store["slot_bytes"]
+    assert ("xavier_loads_total", frozenset()) not in shown(engines["control"])
+    # Two answers to one prompt: both numbers are those of one of them.
+    pair = engines["reader"].post("/v1/completions", {**body, "n": 2})
+    cached = pair["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert sum(pair["kv_transfer_params"]["xavier"].values()) == cached == len(document)
+
+
+Shown = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def shown(engine: Engine) -> Shown:
+    """Our series at the engine's metrics endpoint, without vLLM's own labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{engine.port}/metrics", timeout=30) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    found = {}
+    for family in families:
+        for sample in family.samples:
+            labels = {*sample.labels.items()} - {("engine", "0"), ("model_name", SERVED_NAME)}
+            found[sample.name.removeprefix("vllm:"), frozenset(labels)] = sample.value
+    return {key: value for key, value in found.items() if key[0].startswith("xavier_")}
+
+
+def grown(
+    before: Shown, engine: Engine, name: str, labels: frozenset[tuple[str, str]] = frozenset()
+) -> float:
+    return shown(engine).get((name, labels), 0) - before.get((name, labels), 0)
 
 
 def test_leases_pins_and_jobs_are_zero_when_nothing_runs(engines: Engines, directory: str) -> None:

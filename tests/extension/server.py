@@ -30,11 +30,16 @@ class XinferenceServer:
     def __init__(self, home: Path, environment: dict[str, str] | None = None) -> None:
         home.mkdir(parents=True, exist_ok=True)
         self.url = f"http://127.0.0.1:{_free_port()}"
+        metrics_port = str(_free_port())
+        self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         self.output = home / "output.txt"
         command = Path(sys.executable).with_name("xinference-local")
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [str(command), "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]],
+                [
+                    *(str(command), "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]),
+                    *("--metrics-exporter-port", metrics_port),
+                ],
                 env={
                     **os.environ,
                     "XINFERENCE_HOME": str(home),
@@ -42,6 +47,8 @@ class XinferenceServer:
                     "XINFERENCE_AUTH_ADVANCED": "0",
                     "XINFERENCE_ENABLE_VIRTUAL_ENV": "0",
                     "XINFERENCE_HEALTH_CHECK_ATTEMPTS": "30",
+                    # A replica's process imports vLLM meanwhile, and others start beside it.
+                    "XINFERENCE_SUBPOOL_LAUNCH_TIMEOUT": "240",
                     **(environment or {}),
                 },
                 stdout=output,
@@ -57,7 +64,9 @@ class XinferenceServer:
             if self.process.poll() is not None:
                 raise RuntimeError(f"xinference-local ended:\n{self.tail()}")
             try:
-                if requests.get(f"{self.url}/v1/models", timeout=5).ok:
+                answer = requests.get(f"{self.url}/v1/models", timeout=5)
+                # With authentication on, nobody may list models yet.
+                if answer.ok or answer.status_code == 401:
                     return
             except (requests.ConnectionError, requests.Timeout):
                 # The listener is open before the API behind it answers.

@@ -15,8 +15,8 @@ from xinference_xavier.extension.vllm.cpu import (
     engine_defaults,
 )
 from xinference_xavier.extension.vllm.engine import engine_arguments
+from xinference_xavier.hostmemory import Bound, HostMemory
 from xinference_xavier.options import Deployment, XavierOptions, split_options
-from xinference_xavier.preflight import Bound, HostMemory
 
 GIB = 2**30
 

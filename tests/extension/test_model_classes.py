@@ -20,9 +20,9 @@ from xinference_xavier.control.client import PEER_UID
 from xinference_xavier.extension.launch import CARRIER, write_carrier
 from xinference_xavier.extension.vllm import cpu, group, models
 from xinference_xavier.extension.vllm.models import MODEL_CLASSES, GpuFirstVLLMChatModel
+from xinference_xavier.hostmemory import Bound, HostMemory
 from xinference_xavier.launch_note import ENVIRONMENT, write_peer, write_reason
 from xinference_xavier.options import OptionError, XavierOptions
-from xinference_xavier.preflight import Bound, HostMemory
 
 GIB = 2**30
 PLACEMENT = group.Placement(supervisor="10.0.0.1:7", worker="10.0.0.2:8", replicas=2)
@@ -313,6 +313,51 @@ def test_the_connectors_refusal_is_the_launchs_own_error(
     with pytest.raises(ValueError, match="below one KV block"):
         made.wait_for_load()
     made.stop()
+
+
+def test_a_loaded_replica_reports_under_xinferences_labels_until_it_stops(
+    loading: Loading, loop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    began, ended = threading.Event(), threading.Event()
+
+    async def report_for_ever(worker: str, labels: Any, describe: Any) -> None:
+        calls.append((worker, labels, await describe()))
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def describe(deployment: Any, timeout_s: float, *, peer: str | None) -> Any:
+        return {"state": "ready", "member": deployment.xavier_member, "peer": peer}
+
+    monkeypatch.setattr(models, "report_for_ever", report_for_ever)
+    monkeypatch.setattr(group, "describe", describe)
+    monkeypatch.setattr(VLLMModel, "wait_for_load", lambda made: None)
+    made = model()
+    made.set_loop(loop)
+    made.load()
+    write_peer("10.0.0.2:99")
+    made.wait_for_load()
+    made.wait_for_load()
+    assert began.wait(10)
+    labels = {"model_uid": "m", "replica_index": "1", "worker_address": "10.0.0.2:8"}
+    status = {"state": "ready", "member": "m-rep1", "peer": "10.0.0.2:99"}
+    assert calls == [("10.0.0.2:8", labels, status)]
+    made.stop()
+    assert ended.wait(10)
+
+
+def test_a_stock_replica_reports_nothing(
+    loading: Loading, loop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VLLMModel, "wait_for_load", lambda made: None)
+    made = model({})
+    made.set_loop(loop)
+    made.load()
+    made.wait_for_load()
+    assert made._reports is None
 
 
 class Group:

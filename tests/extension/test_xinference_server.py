@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,10 +15,14 @@ from typing import Any
 import psutil
 import pytest
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.extension.server import MODEL_NAME, XinferenceServer
 from tests.models import make_tiny_llama
 from xinference_xavier.demo.judge import DRAINED, EMPTY
+from xinference_xavier.metrics.table import SOURCES
+from xinference_xavier.rest import Api, ApiError
+from xinference_xavier.schemas import BudgetsRequest, PlanRequest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
@@ -28,6 +33,7 @@ GPU_FIRST: dict[str, Any] = {
     "xavier_cpu_cache_bytes": "16MiB",
 }
 BLOCK_TOKENS = 16
+XAVIER = [sys.executable, "-m", "xinference_xavier.cli"]
 LAUNCH_TIMEOUT_S = 600
 
 
@@ -97,11 +103,11 @@ def ready(server: XinferenceServer, uid: str) -> set[str]:
 def members(server: XinferenceServer, uid: str) -> dict[str, Any]:
     """Return what each replica in the directory that answers says of itself."""
     replicas = status(server, uid)["replicas"]
-    return {replica["replica"]: replica["status"] for replica in replicas if "status" in replica}
+    return {replica["replica"]: replica["status"] for replica in replicas if replica["status"]}
 
 
-def complete(server: XinferenceServer, uid: str, prompt: str) -> tuple[list[Any], int]:
-    """Return log probabilities of a greedy answer, and how many prompt tokens were cached."""
+def complete(server: XinferenceServer, uid: str, prompt: str) -> tuple[list[Any], dict[str, Any]]:
+    """Return log probabilities of a greedy answer, and what is said of its prompt tokens."""
     body = {
         "model": uid,
         "prompt": prompt,
@@ -113,8 +119,37 @@ def complete(server: XinferenceServer, uid: str, prompt: str) -> tuple[list[Any]
     answer = requests.post(f"{server.url}/v1/completions", json=body, timeout=120)
     assert answer.ok, answer.text
     result = answer.json()
-    details = result["usage"].get("prompt_tokens_details") or {}
-    return result["choices"][0]["logprobs"]["token_logprobs"], details.get("cached_tokens", 0)
+    details = result["usage"].get("prompt_tokens_details") or {"cached_tokens": 0}
+    return result["choices"][0]["logprobs"]["token_logprobs"], details
+
+
+def streamed_chat(server: XinferenceServer, uid: str, prompt: str) -> dict[str, Any]:
+    """Return what is said of a streamed chat's prompt tokens."""
+    body = {
+        "model": uid,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": 3,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    answer = requests.post(f"{server.url}/v1/chat/completions", json=body, timeout=120, stream=True)
+    assert answer.ok, answer.text
+    lines = [line.removeprefix(b"data: ") for line in answer.iter_lines() if line]
+    events = [json.loads(line) for line in lines if line.startswith(b"{")]
+    [*_, usage] = [event["usage"] for event in events if event.get("usage")]
+    details: dict[str, Any] = usage["prompt_tokens_details"]
+    return details
+
+
+def metric(server: XinferenceServer, name: str, **labels: str) -> dict[str, float]:
+    """Return a metric of the worker's endpoint by replica."""
+    text = requests.get(server.metrics_url, timeout=30).text
+    return {
+        sample.labels["replica_index"]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == f"xinference:{name}" and labels.items() <= sample.labels.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -185,18 +220,31 @@ def test_the_life_of_a_group(server: XinferenceServer) -> None:
     # third meets the first one's own cache.
     prompt = "".join(f"line {number} of a shared document\n" for number in range(20))
     blocks = len(prompt) // BLOCK_TOKENS
-    cold, cold_cached = complete(server, "group", prompt)
-    assert cold_cached == 0
+    cold, cold_details = complete(server, "group", prompt)
+    assert cold_details == {"cached_tokens": 0, "xavier": dict.fromkeys(SOURCES, 0)}
     eventually(lambda: published(members(server, "group")) >= blocks)
-    remote, remote_cached = complete(server, "group", prompt)
+    remote, remote_details = complete(server, "group", prompt)
+    remote_cached = remote_details["cached_tokens"]
     assert remote_cached >= (blocks - 1) * BLOCK_TOKENS
+    assert remote_details["xavier"] == {
+        **dict.fromkeys(SOURCES, 0), "peer_device": remote_cached
+    }  # fmt: skip
     assert remote == pytest.approx(cold, abs=1e-3)
-    other, other_cached = complete(server, "group", "z" + prompt)
-    assert other_cached == 0
+    other, other_details = complete(server, "group", "z" + prompt)
+    assert other_details["cached_tokens"] == 0
     assert other != pytest.approx(cold, abs=1e-3)
 
-    body = {"model": "group", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
-    assert requests.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).ok
+    chatted = streamed_chat(server, "group", "z" + prompt)
+    assert sum(chatted["xavier"].values()) == chatted["cached_tokens"] > 0
+
+    # Replicas report every few seconds, the idle ones too.
+    hit = {"model_uid": "group", "source": "peer_device"}
+    eventually(
+        lambda: sum(metric(server, "xavier_hit_tokens_total", **hit).values()) >= remote_cached
+    )
+    assert set(metric(server, "xavier_capacity_bytes", tier="device")) == {"0", "1"}
+
+    look_at_the_group(server, blocks)
 
     grown = requests.post(f"{server.url}/v1/models/group/replicas", json={}, timeout=900)
     assert grown.ok, grown.text
@@ -220,8 +268,70 @@ def test_the_life_of_a_group(server: XinferenceServer) -> None:
         assert {name: reached[name] for name in DRAINED} == dict.fromkeys(DRAINED, 0)
     assert_nothing_left(server)
     eventually(lambda: not mapped_arenas())
-    # Dead members leave the directory within its heartbeat limit.
+    # Dead members leave the directory within its heartbeat limit, and the metrics soon after.
     eventually(lambda: status(server, "group")["replicas"] == [])
+    eventually(lambda: metric(server, "xavier_requests_total", model_uid="group") == {})
+
+
+def look_at_the_group(server: XinferenceServer, blocks: int) -> None:
+    """Plan, describe, limit and examine two replicas that have shared ``blocks`` blocks."""
+    api = Api(server.url)
+    [model] = api.models().models
+    assert (model.model_uid, model.model_name, model.status) == ("group", MODEL_NAME, "READY")
+    assert {replica.state for replica in model.replicas} == {"ready"}
+    [link] = [link for replica in model.replicas for link in replica.links if link.loads]
+    assert (link.transport, link.usable, link.blocks >= blocks - 1) == ("shm", True, True)
+    size = model.replicas[0].block_bytes
+
+    # From the registered model's own files, and from a running replica: the same block.
+    plan = api.plan(PlanRequest(model_name=MODEL_NAME, dtype="float32", replica=2))
+    assert (plan.model.source, plan.slot_bytes, plan.valid) == ("config", size, True)
+    running = api.plan(PlanRequest(model_uid="group", xavier_gpu_cache_bytes="4MiB"))
+    assert (running.slot_bytes, running.gpu_blocks) == (size, model.replicas[0].gpu.capacity_blocks)
+
+    assert requests.get(f"{server.url}/openapi.json", timeout=60).json()["paths"].keys() >= {
+        "/v1/xavier/models",
+        "/v1/xavier/models/{model_uid}",
+        "/v1/xavier/models/{model_uid}/clear",
+        "/v1/xavier/models/{model_uid}/budgets",
+        "/v1/xavier/plan",
+        "/v1/xavier/cluster",
+    }
+
+    doctor = subprocess.run(
+        [*XAVIER, "doctor", "--endpoint", server.url, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert doctor.returncode == 0, doctor.stdout + doctor.stderr
+    found = {finding["name"]: finding for finding in json.loads(doctor.stdout)["findings"]}
+    intact = set()
+    for name in ("group-rep0", "group-rep1"):
+        for transport in ("shm", "nixl", "xoscar"):
+            finding = found[f"{transport}: device tier of {name}"]
+            assert finding["state"] == "ok", finding
+            # What came from a peer once is not stored again, so one of them may be empty.
+            intact.add((transport, "intact" in finding["seen"]))
+    assert intact >= {("shm", True), ("nixl", True), ("xoscar", True)}
+    assert api.model("group").replicas[0].gpu.leased_blocks == 0
+
+    with pytest.raises(ApiError, match="relaunch the model") as refused:
+        api.set_budgets("group", BudgetsRequest(gpu="5MiB"))
+    assert refused.value.status == 400
+    limited = api.set_budgets("group", BudgetsRequest(gpu=3 * size, cpu=0))
+    assert limited.complete
+    assert published(members(server, "group")) <= 6
+    assert sum(replica.evicted_blocks for replica in limited.replicas) >= blocks - 6
+    everything = BudgetsRequest(gpu="100%", cpu="100%")
+    assert api.set_budgets("group", everything).replicas[0].gpu == model.replicas[0].gpu.model_copy(
+        update={"used_blocks": 3, "used_bytes": 3 * size}
+    )
+
+    shown = subprocess.run(
+        [*XAVIER, "status", "--endpoint", server.url], capture_output=True, text=True, timeout=60
+    )
+    assert (shown.returncode, "group-rep1" in shown.stdout) == (0, True), shown.stderr
 
 
 def published(replicas: dict[str, Any]) -> int:
@@ -232,7 +342,7 @@ def published(replicas: dict[str, Any]) -> int:
 
 def address_of(server: XinferenceServer, replica: str) -> str | None:
     for found in status(server, "group")["replicas"]:
-        if found["replica"] == replica and "status" in found:
+        if found["replica"] == replica and found["status"]:
             return str(found["address"])
     return None
 
@@ -253,8 +363,8 @@ def mapped_arenas() -> list[int]:
 def test_a_stock_launch_is_untouched(server: XinferenceServer) -> None:
     answer = server.launch("plain", xavier_gpu_first=False)
     assert answer.ok, answer.text
-    _, cached = complete(server, "plain", "x" * 100)
-    assert cached == 0
+    _, details = complete(server, "plain", "x" * 100)
+    assert details == {"cached_tokens": 0}
     assert status(server, "plain")["replicas"] == []
     assert requests.delete(f"{server.url}/v1/models/plain", timeout=120).ok
     assert_nothing_left(server)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from xinference_xavier.layout import BlockLayout, probe_layout
-from xinference_xavier.store.device import CpuDevice, IntArray
+from xinference_xavier.store.device import CpuDevice, IntArray, Mark
 
 BLOCKS, TOKENS, HEADS, DIM, LAYERS = 7, 16, 2, 8, 3
 
@@ -139,6 +139,22 @@ def logical_block(tensor: torch.Tensor, block: int, num_blocks: int = BLOCKS) ->
     return tensor.narrow(axis, block * ratio, ratio)
 
 
+def assert_views_are_blocks(kv: KvCaches, num_blocks: int, views: list[torch.Tensor]) -> None:
+    """Both ways: row k of the views is block k of the tensors, all of it and nothing else."""
+    for block in range(num_blocks):
+        for tensor in kv.values():
+            logical_block(tensor, block, num_blocks).view(torch.uint8).fill_(block + 1)
+    for block in range(num_blocks):
+        assert all((view[block] == block + 1).all() for view in views)
+    for view in views:
+        view[num_blocks // 2] = 0
+    for block in range(num_blocks):
+        expected = 0 if block == num_blocks // 2 else block + 1
+        for tensor in kv.values():
+            values = logical_block(tensor, block, num_blocks).view(torch.uint8)
+            assert (values == expected).all()
+
+
 class Cache:
     """A KV cache with random bytes, its layout, and its device."""
 
@@ -181,14 +197,14 @@ class ScriptedDevice:
 
     cache: Cache
     before: dict[str, Callable[[], None]] = field(default_factory=dict)
-    after: dict[str, Callable[[], None]] = field(default_factory=dict)
+    then: dict[str, Callable[[], None]] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
 
     def _do(self, name: str, copy: Callable[[], None]) -> None:
         self.calls.append(name)
         self.before.get(name, lambda: None)()
         copy()
-        self.after.get(name, lambda: None)()
+        self.then.get(name, lambda: None)()
 
     def gather(self, block_ids: IntArray, data: torch.Tensor, slots: IntArray) -> None:
         self._do("gather", lambda: self.cache.device.gather(block_ids, data, slots))
@@ -201,8 +217,17 @@ class ScriptedDevice:
     ) -> None:
         self._do("move", lambda: self.cache.device.move(source, source_slots, target, slots))
 
+    def mark(self) -> Mark | None:
+        return self.cache.device.mark()
+
+    def after(self, mark: Mark | None) -> None:
+        self.cache.device.after(mark)
+
     def fence(self) -> None:
-        self._do("fence", lambda: None)
+        self._do("fence", self.cache.device.fence)
+
+    def close(self) -> None:
+        self.cache.device.close()
 
 
 Result_co = TypeVar("Result_co", covariant=True)

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import kvcache
 import numpy as np
 import pytest
 import torch
+from fake_cuda import FakeCuda, host
 
 from xinference_xavier.store.checksum import Checksummer
+from xinference_xavier.store.cuda_device import CudaDevice
 
 SIZES = [1, 7, 8, 60, 16384, 16392, 50001]
 
@@ -84,3 +87,20 @@ def test_rows_are_summed_one_by_one_in_the_given_order() -> None:
 def test_the_value_is_the_same_on_every_replica() -> None:
     data = torch.arange(128, dtype=torch.uint8).view(1, 128)
     assert checksum(data, 125) == -7141430246841930781
+
+
+def test_slots_on_a_gpu_have_the_checksums_of_their_bytes() -> None:
+    cuda = FakeCuda()
+    cache = kvcache.plain_cache(5, num_blocks=20)
+    memory = cuda.allocate(20 * cache.layout.slot_bytes)
+    data = memory.view(20, cache.layout.slot_bytes)
+    device = CudaDevice(cache.layout, cache.views, cuda)
+    summer = Checksummer(cache.layout.block_bytes)
+    slots = kvcache.array(*reversed(range(20)))
+    device.gather(kvcache.array(*range(20)), data, slots)
+    found = summer.through(device, data, slots)
+    assert np.array_equal(found, summer.of(host(data), slots))
+    assert len(set(found.tolist())) == 20
+    device.close()
+    cuda.free(memory)
+    cuda.check_balanced()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from kvcache import WAIT_S, Rows, ScriptedDevice, array, drain, plain_cache, table
 
+from tests.deferring import KINDS, placed
 from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.checksum import Checksummer
 from xinference_xavier.store.copier import CopyEngine, EngineClosed
@@ -21,14 +22,19 @@ D, H = int(Tier.DEVICE), int(Tier.HOST)
 class Rig:
     """A KV cache, two arenas and a copy engine."""
 
-    def __init__(self, *, verify: str = "off", tiers: tuple[Tier, ...] = tuple(Tier)) -> None:
+    def __init__(
+        self, kind: str, *, verify: str = "off", tiers: tuple[Tier, ...] = tuple(Tier)
+    ) -> None:
         self.cache = plain_cache(seed=1)
         self.device = ScriptedDevice(self.cache)
         self.arenas = {
             tier: Arena.create(6, self.cache.layout.slot_bytes, f"{tier.name}") for tier in tiers
         }
         self.engine = CopyEngine(
-            layout=self.cache.layout, arenas=self.arenas, device=self.device, verify=verify
+            layout=self.cache.layout,
+            arenas=self.arenas,
+            device=placed(self.device, kind),
+            verify=verify,
         )
         self._jobs = 0
 
@@ -57,16 +63,21 @@ class Rig:
             arena.close()
 
 
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    made = Rig()
+def rig(kind: str) -> Iterator[Rig]:
+    made = Rig(kind)
     yield made
     made.close()
 
 
 @pytest.fixture
-def verifying() -> Iterator[Rig]:
-    made = Rig(verify="checksum")
+def verifying(kind: str) -> Iterator[Rig]:
+    made = Rig(kind, verify="checksum")
     yield made
     made.close()
 
@@ -120,7 +131,7 @@ def test_readers_see_no_generation_while_a_slot_is_written(rig: Rig) -> None:
     rig.run(stores=[(2, D, 4, 7, -1)])
     seen: list[int] = []
     rig.device.before["gather"] = lambda: seen.append(rig.meta(D, 4)[0])
-    rig.device.after["gather"] = lambda: seen.append(rig.meta(D, 4)[0])
+    rig.device.then["gather"] = lambda: seen.append(rig.meta(D, 4)[0])
     rig.run(stores=[(3, D, 4, 8, -1)])
     assert seen == [0, 0]
     assert rig.meta(D, 4)[0] == 8
@@ -129,7 +140,7 @@ def test_readers_see_no_generation_while_a_slot_is_written(rig: Rig) -> None:
 def test_readers_see_no_generation_while_a_demotion_target_is_written(rig: Rig) -> None:
     rig.run(stores=[(2, D, 4, 7, -1), (5, H, 1, 6, -1)])
     seen: list[int] = []
-    rig.device.after["move"] = lambda: seen.append(rig.meta(H, 1)[0])
+    rig.device.then["move"] = lambda: seen.append(rig.meta(H, 1)[0])
     rig.run(demotions=[(4, 1, 8)])
     assert seen == [0]
     assert rig.meta(H, 1)[0] == 8
@@ -193,8 +204,8 @@ def test_demotions_outside_the_arenas_fail_alone(rig: Rig) -> None:
     assert rig.meta(H, 1)[0] == 8
 
 
-def test_without_a_device_tier_demotions_fail_and_host_stores_work() -> None:
-    rig = Rig(tiers=(Tier.HOST,))
+def test_without_a_device_tier_demotions_fail_and_host_stores_work(kind: str) -> None:
+    rig = Rig(kind, tiers=(Tier.HOST,))
     result = rig.run(demotions=[(0, 1, 8)], stores=[(3, H, 2, 9, -1), (4, D, 0, 10, -1)])
     rig.close()
     assert result.failed_demotions == {0}

@@ -51,6 +51,43 @@ def test_a_failed_demotion_leaves_both_tiers_as_they_were():
     assert (after.totals.failed_demotions, after.totals.failed_stores) == (1, 1)
 
 
+def test_where_a_demotion_is_unsure_both_blocks_are_gone():
+    index = make(2, 2)
+    store_each(index, "ab")
+    plan = admit(index, "cd")
+    changes = index.commit(plan.job_id, failed_demotions={0}, unsure_demotions={0})
+    index.check_invariants()
+    # Which block the device slot of "a" holds depends on the rank.
+    assert (changes.added, changes.removed) == (keys("d"), keys("a"))
+    assert tiers(index, "abcd") == [None, HOST, None, DEVICE]
+    assert index.counters().device_free == 1
+    totals = index.counters().totals
+    assert (totals.failed_demotions, totals.failed_stores) == (1, 1)
+
+
+def test_abandoning_a_job_gives_up_what_it_stored_and_what_it_moved():
+    index = make(1, 2)
+    store_each(index, "ab")
+    plan = admit(index, "c")
+    changes = index.abandon(plan.job_id)
+    index.check_invariants()
+    assert (changes.added, changes.removed) == ([], keys("b"))
+    assert tiers(index, "abc") == [HOST, None, None]
+    with pytest.raises(ValueError, match="unknown, or was committed already"):
+        index.abandon(plan.job_id)
+
+
+def test_an_abandoned_job_from_before_a_clear_only_frees_its_slots():
+    index = make(1, 2)
+    store(index, "a")
+    plan = admit(index, "b")
+    index.clear()
+    changes = index.abandon(plan.job_id)
+    index.check_invariants()
+    assert (changes.added, changes.removed) == ([], [])
+    assert (index.counters().device_free, index.counters().host_free) == (1, 4)
+
+
 def test_a_failed_demotion_puts_the_block_back_to_its_old_place():
     index = make(3, 4)
     store_each(index, "abc")

@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from index_support import DEVICE, HOST, key, keys
 
 from xinference_xavier.store import index as index_module
-from xinference_xavier.store.index import SkipReason, SnapshotIndex
+from xinference_xavier.store.index import SkipReason, SnapshotIndex, Totals
 from xinference_xavier.store.jobs import Tier
 
 names = st.lists(st.integers(0, 13), min_size=1, max_size=7)
+picks = st.lists(st.integers(0, 1_000_000), min_size=1, max_size=6)
 pick = st.integers(0, 1_000_000)
 rows = st.sets(st.integers(0, 6), max_size=3)
 readers = st.sampled_from([None, "peer-a", "peer-b"])
@@ -45,14 +49,22 @@ class ModelLease:
     reader: str | None
     blocks: list[Block]
     expires: float
+    stale: bool = False
+
+
+@dataclass(eq=False)
+class ModelPromotion:
+    promotion_id: int
+    lease: ModelLease
+    blocks: list[Block]
 
 
 class IndexMachine(RuleBasedStateMachine):
-    released_at_once = index_module.RELEASE_BLOCKS
+    pieces = (index_module.RELEASE_BLOCKS, index_module.TRIM_BLOCKS, index_module.TRIM_PAUSE_S)
 
     @initialize(
-        device=st.integers(0, 4),
-        capacity=st.integers(0, 5),
+        device=st.sampled_from([0, 1, 2, 3, 4, 4]),
+        capacity=st.sampled_from([0, 1, 2, 4, 5, 5]),
         spare=st.integers(0, 3),
         share=st.sampled_from([0.25, 0.5, 1.0]),
     )
@@ -61,7 +73,10 @@ class IndexMachine(RuleBasedStateMachine):
             device_slots=device, host_slots=capacity + spare, spare_slots=spare, reader_share=share
         )
         self.capacity = (device, capacity)
-        self.share = max(1, int(sum(self.capacity) * share))
+        self.limits = [device, capacity]
+        self.reader_share = share
+        self.untold: dict[bytes, None] = {}
+        self.promotions: list[ModelPromotion] = []
         self.free = [device, capacity + spare]
         self.blocks: dict[int, Block] = {}
         self.recent: list[Block] = []
@@ -69,8 +84,10 @@ class IndexMachine(RuleBasedStateMachine):
         self.jobs: list[ModelJob] = []
         self.leases: list[ModelLease] = []
         self.now = 0.0
-        # Runs are short here: a lease of more than two blocks ends in pieces.
-        index_module.RELEASE_BLOCKS = 2
+        self.since_clear = 0
+        # Runs are short here: what is more than two blocks is done in pieces.
+        index_module.RELEASE_BLOCKS = index_module.TRIM_BLOCKS = 2
+        index_module.TRIM_PAUSE_S = 0
 
     # The model's own parts.
 
@@ -82,6 +99,29 @@ class IndexMachine(RuleBasedStateMachine):
 
     def zombies_in(self, tier: Tier) -> int:
         return sum(block.tier is tier for block in self.zombies)
+
+    @property
+    def share(self) -> int:
+        return max(1, int(sum(self.limits) * self.reader_share))
+
+    def room(self, tier: Tier) -> int:
+        if tier is DEVICE:
+            return self.limits[DEVICE] - (self.capacity[DEVICE] - self.free[DEVICE])
+        return self.limits[HOST] - len(self.ready(HOST)) - self.zombies_in(HOST)
+
+    def trim(self) -> list[bytes]:
+        """Evict what is above the limits."""
+        gone = []
+        for tier in Tier:
+            while self.room(tier) < 0 and (victims := self.evictable(tier)):
+                gone.append(key(victims[0].name))
+                self.give_up(victims[0])
+        return gone
+
+    def told(self, removed: Collection[bytes] = ()) -> list[bytes]:
+        """What a call tells that removed these keys itself."""
+        told, self.untold = [*removed, *self.untold], {}
+        return told
 
     def use(self, block: Block, by: object = None) -> None:
         if block in self.recent:
@@ -96,10 +136,11 @@ class IndexMachine(RuleBasedStateMachine):
         self.free[block.tier] += 1
 
     def make_host_room(self, job: ModelJob, arrived: int, removed: list[bytes]) -> bool:
-        if len(self.ready(HOST)) + self.zombies_in(HOST) + arrived < self.capacity[HOST]:
+        room = self.room(HOST) - arrived
+        if room > 0:
             return True
         victims = self.evictable(HOST)
-        if not victims or victims[0].used_by is job:
+        if room < 0 or not victims or victims[0].used_by is job:
             return False
         removed.append(key(victims[0].name))
         self.give_up(victims[0])
@@ -116,8 +157,16 @@ class IndexMachine(RuleBasedStateMachine):
                 self.free[block.tier] += 1
             else:
                 self.use(block)
+        self.untold.update(dict.fromkeys(self.trim()))
 
     # Rules: the index and the model do the same.
+
+    @rule(batch=names)
+    def store(self, batch: list[int]) -> None:
+        before = len(self.jobs)
+        self.admit(batch)
+        if len(self.jobs) > before:
+            self.commit(before, set(), set(), False)
 
     @rule(batch=names)
     def admit(self, batch: list[int]) -> None:
@@ -135,9 +184,11 @@ class IndexMachine(RuleBasedStateMachine):
                 continue
             victims = [b for b in self.evictable(DEVICE) if b.used_by is not job]
             leased = sum(block.holds > 0 for block in self.ready(HOST))
-            host_takes = leased + self.zombies_in(HOST) < self.capacity[HOST]
+            host_takes = leased + self.zombies_in(HOST) < self.limits[HOST]
             after = -1
-            if self.free[DEVICE]:
+            if self.room(DEVICE) < 0:
+                victims = []
+            if self.room(DEVICE) > 0:
                 tier = DEVICE
             elif victims and host_takes and self.free[HOST]:
                 tier, after = DEVICE, len(job.moved)
@@ -152,8 +203,8 @@ class IndexMachine(RuleBasedStateMachine):
             elif host_takes and self.free[HOST]:
                 tier = HOST
             else:
-                if not self.capacity[HOST]:
-                    reason = SkipReason.DEVICE_BUSY if self.capacity[0] else SkipReason.NO_TIER
+                if not self.limits[HOST]:
+                    reason = SkipReason.DEVICE_BUSY if self.limits[0] else SkipReason.NO_TIER
                 else:
                     reason = SkipReason.HOST_BUSY if host_takes else SkipReason.HOST_LEASED
                 skipped[reason] += 1
@@ -169,28 +220,40 @@ class IndexMachine(RuleBasedStateMachine):
         assert len(plan.demotions) == len(job.moved)
         for _, tier, slot, _, after in plan.stores:
             assert after < 0 or (tier, slot) == (DEVICE, plan.demotions[after][0])
-        assert (plan.held, plan.removed, plan.skipped) == (held, removed, skipped)
+        assert (plan.held, plan.skipped) == (held, skipped)
+        assert plan.removed == self.told(removed)
         assert bool(plan.job_id) == bool(job.stored)
         if plan.job_id:
             job.job_id = plan.job_id
             self.jobs.append(job)
 
     @precondition(lambda self: self.jobs)
-    @rule(which=pick, bad_moves=rows, bad_stores=rows)
-    def commit(self, which: int, bad_moves: set[int], bad_stores: set[int]) -> None:
+    @rule(which=pick, bad_moves=rows, bad_stores=rows, abandon=st.booleans())
+    def commit(self, which: int, bad_moves: set[int], bad_stores: set[int], abandon: bool) -> None:
         job = self.jobs.pop(which % len(self.jobs))
+        # A row that is bad twice over is unsure.
+        unsure = {row for row in range(len(job.moved)) if abandon or row in bad_moves & bad_stores}
         bad_moves = {row for row in bad_moves if row < len(job.moved)}
-        bad_stores = {row for row in bad_stores if row < len(job.stored)}
-        changes = self.index.commit(
-            job.job_id, failed_demotions=bad_moves, failed_stores=bad_stores
+        bad_stores = {row for row in range(len(job.stored)) if abandon or row in bad_stores}
+        changes = (
+            self.index.abandon(job.job_id)
+            if abandon
+            else self.index.commit(
+                job.job_id,
+                failed_demotions=bad_moves,
+                failed_stores=bad_stores,
+                unsure_demotions=unsure,
+            )
         )
         added: list[bytes] = []
         removed: list[bytes] = []
         if job.stale:
             for block in [*job.moved, *(block for block, _ in job.stored)]:
                 self.free[block.tier] += 1
-            assert (changes.added, changes.removed) == ([], [])
+            assert (changes.added, changes.removed) == ([], self.told())
             return
+        bad_moves -= unsure
+        bad_stores |= {row for row, (_, after) in enumerate(job.stored) if after in unsure}
         for row in sorted(bad_moves):
             block = job.moved[row]
             block.phase, block.tier = "ready", DEVICE
@@ -204,7 +267,7 @@ class IndexMachine(RuleBasedStateMachine):
         for row, block in enumerate(job.moved):
             if row in bad_moves:
                 continue
-            if self.make_host_room(job, 0, removed):
+            if row not in unsure and self.make_host_room(job, 0, removed):
                 block.phase = "ready"
                 if block not in self.recent:
                     self.use(block)
@@ -222,11 +285,21 @@ class IndexMachine(RuleBasedStateMachine):
                 good.append(block)
             else:
                 self.give_up(block)
+        removed += self.trim()
+        while self.room(DEVICE) < 0 and any(block.tier is DEVICE for block in good):
+            last = max(n for n, block in enumerate(good) if block.tier is DEVICE)
+            self.give_up(good.pop(last))
         for block in reversed(good):
             block.phase = "ready"
             self.use(block)
         added = [key(block.name) for block in good]
-        assert (changes.added, changes.removed) == (added, removed)
+        assert (changes.added, changes.removed) == (added, self.told(removed))
+
+    @rule(which=picks, reader=readers, duration=st.floats(0.5, 20.0))
+    def acquire_held(self, which: list[int], reader: str | None, duration: float) -> None:
+        held = sorted(block.name for tier in Tier for block in self.ready(tier))
+        if held:
+            self.acquire([held[one % len(held)] for one in which], reader, duration)
 
     @rule(run=names, reader=readers, duration=st.floats(0.5, 20.0))
     def acquire(self, run: list[int], reader: str | None, duration: float) -> None:
@@ -236,7 +309,7 @@ class IndexMachine(RuleBasedStateMachine):
             block = self.blocks.get(name)
             if block is None or block.phase != "ready":
                 break
-            if reader is not None and block not in shared and len(shared) == self.share:
+            if reader is not None and block not in shared and len(shared) >= self.share:
                 break
             shared.add(block)
             granted.append(block)
@@ -276,15 +349,97 @@ class IndexMachine(RuleBasedStateMachine):
         for lease in sorted(expired, key=lambda one: (one.expires, one.lease_id)):
             self.end(lease)
 
+    @rule(device=pick | st.none(), host=pick | st.none())
+    def set_limits(self, device: int | None, host: int | None) -> None:
+        asked = [
+            old if new is None else new % (most + 1)
+            for old, new, most in zip(self.limits, (device, host), self.capacity, strict=True)
+        ]
+        self.limits = asked
+        removed = self.trim()
+        changes = self.index.set_limits(
+            device_slots=None if device is None else asked[DEVICE],
+            host_slots=None if host is None else asked[HOST],
+        )
+        assert (changes.added, changes.removed) == ([], removed)
+
+    @rule()
+    def lift_limits(self) -> None:
+        self.set_limits(*self.capacity)
+
+    @rule()
+    def take_removed(self) -> None:
+        assert self.index.take_removed() == self.told()
+
+    @precondition(lambda self: self.room(DEVICE) > 0 and self.ready(HOST))
+    @rule(which=picks, duration=st.floats(5.0, 20.0))
+    def load(self, which: list[int], duration: float) -> None:
+        """Lease host blocks and let as many of them as possible be promoted."""
+        held = sorted(block.name for block in self.ready(HOST))
+        self.acquire([held[one % len(held)] for one in which], None, duration)
+        self.promote(len(self.leases) - 1, 0, len(which))
+
+    @precondition(lambda self: self.leases)
+    @rule(which=pick, first=st.sampled_from([0, 0, 1, 2]), count=st.integers(1, 7))
+    def promote_any(self, which: int, first: int, count: int) -> None:
+        self.promote(which % len(self.leases), first, count)
+
+    def promote(self, which: int, first: int, count: int) -> None:
+        lease = self.leases[which]
+        moved = [
+            block
+            for block in lease.blocks[first : first + count]
+            if block.tier is HOST and block.holds == 1
+        ]
+        del moved[max(0, self.room(DEVICE)) :]
+        if lease.reader is not None or lease.stale:
+            moved = []
+        plan = self.index.promote(lease.lease_id, first, count)
+        assert [self.at(HOST, source) for source, _, _ in plan.rows] == moved
+        assert bool(plan.promotion_id) == bool(moved)
+        self.free[DEVICE] -= len(moved)
+        if moved:
+            self.promotions.append(ModelPromotion(plan.promotion_id, lease, moved))
+
+    def at(self, tier: Tier, slot: int) -> Block:
+        table = self.index._table
+        [block] = [
+            block
+            for block in self.blocks.values()
+            if block.tier is tier and table.local(table.where[key(block.name)]) == slot
+        ]
+        return block
+
+    @precondition(lambda self: self.promotions)
+    @rule(which=pick, good=st.sets(st.integers(0, 6)))
+    def finish_promotion(self, which: int, good: set[int]) -> None:
+        promotion = self.promotions.pop(which % len(self.promotions))
+        live = promotion.lease in self.leases and not promotion.lease.stale
+        moved = 0
+        for row, block in reversed(list(enumerate(promotion.blocks))):
+            alone = block.tier is HOST and block.holds == 1
+            if row in good and live and alone and self.room(DEVICE) >= 0:
+                block.tier = DEVICE
+                self.free[HOST] += 1
+                moved += 1
+            else:
+                self.free[DEVICE] += 1
+        assert self.index.finish_promotion(promotion.promotion_id, good) == moved
+        with pytest.raises(ValueError, match="unknown"):
+            self.index.finish_promotion(promotion.promotion_id)
+
+    @precondition(lambda self: self.since_clear > 15)
     @rule()
     def clear(self) -> None:
+        self.since_clear = 0
         self.zombies |= {block for block in self.blocks.values() if block.holds}
         for block in self.recent:
             if block.phase == "ready":
                 self.free[block.tier] += 1
         self.blocks, self.recent = {}, []
-        for job in self.jobs:
-            job.stale = True
+        for old in [*self.jobs, *self.leases]:
+            old.stale = True
+        self.untold = {}
         self.index.clear()
 
     @rule(limit=st.integers(1, 12))
@@ -299,6 +454,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def agree(self) -> None:
+        self.since_clear += 1
         self.index.check_invariants()
         counters = self.index.counters()
         assert (counters.device_blocks, counters.host_blocks) == (
@@ -309,12 +465,20 @@ class IndexMachine(RuleBasedStateMachine):
         assert counters.zombies == len(self.zombies)
         assert counters.leases == len(self.leases)
         assert counters.jobs == len(self.jobs)
+        assert counters.promoting == sum(len(p.blocks) for p in self.promotions)
+        assert counters.limits == tuple(self.limits)
+        for tier in Tier:
+            assert self.room(tier) >= 0 or not self.evictable(tier)
         table = self.index._table
         order = [table.keys[slot] for slot in table.recency.walk(0)]
         assert order == [key(block.name) for block in self.recent]
 
     def teardown(self) -> None:
-        index_module.RELEASE_BLOCKS = self.released_at_once
+        (
+            index_module.RELEASE_BLOCKS,
+            index_module.TRIM_BLOCKS,
+            index_module.TRIM_PAUSE_S,
+        ) = self.pieces
         if hasattr(self, "index"):
             final = asdict(self.index.close())
             del final["reached"]
@@ -329,3 +493,92 @@ IndexMachine.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow],
 )
 TestIndexAgainstModel = IndexMachine.TestCase
+
+
+class Driver:
+    """Drives the model by weighted chances: hypothesis seldom goes deep into a full store."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = chance = random.Random(seed)
+        self.machine = machine = IndexMachine()
+        machine.start(
+            device=chance.randint(0, 4) if seed % 4 else 4,
+            capacity=chance.randint(0, 5) if seed % 4 else 5,
+            spare=chance.randint(0, 3),
+            share=chance.choice([0.25, 0.5, 1.0]),
+        )
+        self.operations: list[tuple[float, Callable[[], None]]] = [
+            (9, lambda: machine.store(self.names())),
+            (5, lambda: machine.admit(self.names())),
+            (5, self.commit),
+            (4, lambda: machine.acquire_held(self.picks(), self.reader(), self.duration())),
+            (1, lambda: machine.acquire(self.names(), self.reader(), self.duration())),
+            (7, lambda: machine.leases and machine.release(self.pick())),
+            (1, lambda: machine.leases and machine.renew(self.pick(), self.duration())),
+            (2, lambda: machine.reap(chance.uniform(0, 10))),
+            (3, lambda: machine.set_limits(self.maybe(), self.maybe())),
+            (1, machine.lift_limits),
+            (5, self.load),
+            (
+                3,
+                lambda: (
+                    machine.leases and machine.promote_any(self.pick(), chance.randint(0, 2), 4)
+                ),
+            ),
+            (4, lambda: machine.promotions and machine.finish_promotion(self.pick(), self.rows(6))),
+            (0.5, machine.take_removed),
+            (0.5, lambda: machine.snapshot(chance.randint(1, 12))),
+            (0.2, machine.clear),
+        ]
+
+    def run(self, steps: int) -> Counter[str]:
+        weights = [weight for weight, _ in self.operations]
+        actions = [action for _, action in self.operations]
+        for action in self.chance.choices(actions, weights, k=steps):
+            action()
+            self.machine.agree()
+        totals = Counter(asdict(self.machine.index.counters().totals))
+        self.machine.teardown()
+        return totals
+
+    def names(self) -> list[int]:
+        return [self.chance.randint(0, 13) for _ in range(self.chance.randint(1, 7))]
+
+    def pick(self) -> int:
+        return self.chance.randrange(1_000_000)
+
+    def picks(self) -> list[int]:
+        return [self.pick() for _ in range(self.chance.randint(1, 5))]
+
+    def maybe(self) -> int | None:
+        return self.chance.choice([None, self.pick()])
+
+    def rows(self, end: int) -> set[int]:
+        return {row for row in range(end) if self.chance.random() < 0.8}
+
+    def reader(self) -> str | None:
+        return self.chance.choice([None, "peer-a", "peer-b"])
+
+    def duration(self) -> float:
+        return self.chance.uniform(0.5, 20.0)
+
+    def commit(self) -> None:
+        if self.machine.jobs:
+            every = set(range(7))
+            good = (every - self.rows(7), every - self.rows(7))
+            self.machine.commit(self.pick(), *good, self.chance.random() < 0.1)
+
+    def load(self) -> None:
+        if self.machine.room(DEVICE) <= 0:
+            self.machine.set_limits(self.pick(), None)
+            self.machine.lift_limits()
+        if self.machine.room(DEVICE) > 0 and self.machine.ready(HOST):
+            self.machine.load(self.picks(), self.duration())
+
+
+def test_long_histories_agree_with_the_model_and_everything_happens_in_them():
+    totals: Counter[str] = Counter()
+    for seed in range(40):
+        totals += Driver(seed).run(600)
+    seldom = {name for name in asdict(Totals()) if totals[name] < 50}
+    assert not seldom, totals

@@ -123,7 +123,7 @@ def share_of_nobody(index: SnapshotIndex) -> None:
 
 
 def small_share(index: SnapshotIndex) -> None:
-    index._book._limit = 0
+    index._book._most = 0
 
 
 def forget_deadline(index: SnapshotIndex) -> None:
@@ -132,6 +132,10 @@ def forget_deadline(index: SnapshotIndex) -> None:
 
 def forget_job(index: SnapshotIndex) -> None:
     index._placement.jobs.clear()
+
+
+def forget_promotion(index: SnapshotIndex) -> None:
+    index._promotions._pending.clear()
 
 
 def unknown_key(index: SnapshotIndex) -> None:
@@ -148,7 +152,16 @@ def same_generation(index: SnapshotIndex) -> None:
 
 
 def shrunk_host(index: SnapshotIndex) -> None:
-    index._capacities = (index._capacities[0], 1)
+    index._capacity = (index._capacity[0], 1)
+
+
+def missed_limit(tier: int) -> Callable[[SnapshotIndex], None]:
+    def change(index: SnapshotIndex) -> None:
+        limits = [5, 4]
+        limits[tier] = 1
+        index._placement.limits = (limits[0], limits[1])
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -161,6 +174,7 @@ def shrunk_host(index: SnapshotIndex) -> None:
         (free_a_block, "is free, and its key is known"),
         (set_field("staging", 0), "states are"),
         (set_field("arriving", 0), "states are"),
+        (set_field("promoting", 0), "states are"),
         (set_field("last_generation", 1), "from the future"),
         (set_field("clock", 1), "after now"),
         (set_field("leased", [0, 0]), "counted"),
@@ -174,15 +188,21 @@ def shrunk_host(index: SnapshotIndex) -> None:
         (small_share, "leases 1, more than its share 0"),
         (forget_deadline, "have no deadline"),
         (forget_job, "lost"),
+        (forget_promotion, "lost"),
         (unknown_key, "not known"),
         (stray_key, "more than slots"),
         (same_generation, "share a generation"),
         (shrunk_host, "whose capacity is 1"),
+        (missed_limit(0), "blocks are in the DEVICE tier, whose limit is 1"),
+        (missed_limit(1), "blocks are in the HOST tier, whose limit is 1"),
     ],
 )
 def test_the_checker_finds_damage(damage, found):
-    index = make(4, 4)
+    index = make(5, 4)
+    index.set_limits(device_slots=4)
     store_each(index, "abcdefg")
+    index.set_limits(device_slots=5)
+    assert index.promote(lease(index, "b").lease_id, 0, 1).promotion_id
     lease(index, "d", reader="peer")
     admit(index, "x")
     index.check_invariants()

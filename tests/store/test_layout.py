@@ -10,27 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcache import BLOCKS, DIM, HEADS, TOKENS, KvCaches, logical_block, probe
+from kvcache import BLOCKS, DIM, HEADS, TOKENS, KvCaches, assert_views_are_blocks, probe
 
 from xinference_xavier.layout import ALIGNMENT, MAX_PARTS, LayoutError, probe_layout
 
 MiB = 1 << 20
-
-
-def assert_views_are_blocks(kv: KvCaches, num_blocks: int, views: list[torch.Tensor]) -> None:
-    """Both ways: row k of the views is block k of the tensors, all of it and nothing else."""
-    for block in range(num_blocks):
-        for tensor in kv.values():
-            logical_block(tensor, block, num_blocks).view(torch.uint8).fill_(block + 1)
-    for block in range(num_blocks):
-        assert all((view[block] == block + 1).all() for view in views)
-    for view in views:
-        view[num_blocks // 2] = 0
-    for block in range(num_blocks):
-        expected = 0 if block == num_blocks // 2 else block + 1
-        for tensor in kv.values():
-            values = logical_block(tensor, block, num_blocks).view(torch.uint8)
-            assert (values == expected).all()
 
 
 @pytest.mark.parametrize("shape", kvcache.SHAPES)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from kvcache import WAIT_S, Cache, Rows, ScriptedDevice, drain, plain_cache, table
 
+from tests.deferring import KINDS, placed
 from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.copier import CopyEngine, EngineClosed
 from xinference_xavier.store.jobs import (
@@ -87,21 +88,22 @@ class FaultyConnection(Connection):
 
     transport: ClassVar[str] = "faulty"
 
-    def __init__(self, owner: FaultyTransport, source: Source) -> None:
+    def __init__(self, owner: FaultyTransport, source: Source, tier: Tier) -> None:
         self._owner = owner
         self._source = source
+        self._tier = tier
         self.closed = threading.Event()
         self.dead = False
         self._probed = False
 
-    def view(self, tier: Tier) -> SlotView | None:
-        return self._source.view(tier) if self._owner.mapped else None
+    def view(self) -> SlotView | None:
+        return self._source.view(self._tier) if self._owner.mapped else None
 
     def fetch(
-        self, tier: Tier, slots: Sequence[int], staging: Sequence[int], *, deadline: float
+        self, slots: Sequence[int], staging: Sequence[int], *, deadline: float
     ) -> torch.Tensor:
         assert not self.closed.is_set()
-        view, ours = self._source.view(tier), self._owner.staging
+        view, ours = self._source.view(self._tier), self._owner.staging
         ours[list(staging)] = view.data[list(slots)]
         meta = view.meta[list(slots)]
         if not self._probed:
@@ -122,13 +124,17 @@ Fault = Callable[[int, list[int], torch.Tensor], torch.Tensor]
 
 
 class FaultyTransport(Transport):
-    """Connects handles to sources; ``fault(n, staging, meta)`` ends the n-th fetch."""
+    """Connects handles to sources; ``fault(n, staging, meta)`` ends the n-th fetch.
+
+    ``connections`` are those to host tiers: one per link, as most tests read no other tier.
+    """
 
     name: ClassVar[str] = "faulty"
 
     def __init__(self, *, mapped: bool) -> None:
         self.mapped = mapped
         self.sources: dict[bytes, Source] = {}
+        self.opened: list[FaultyConnection] = []
         self.connections: list[FaultyConnection] = []
         self.fetches: list[tuple[list[int], list[int]]] = []
         self.stuck: set[int] = set()
@@ -137,24 +143,35 @@ class FaultyTransport(Transport):
         self.connecting: Callable[[], None] = lambda: None
         self.staging = torch.empty(0)
 
-    def connect(self, peer: WorkerHandle, *, deadline: float = math.inf) -> FaultyConnection:
+    def connect(
+        self, peer: WorkerHandle, tier: Tier, *, deadline: float = math.inf
+    ) -> FaultyConnection:
         self.connecting()
         source = self.sources[peer.arenas[Tier.HOST].nonce]
-        self.connections.append(FaultyConnection(self, source))
-        return self.connections[-1]
+        connection = FaultyConnection(self, source, tier)
+        self.opened.append(connection)
+        if tier is Tier.HOST:
+            self.connections.append(connection)
+        return connection
 
-    def quarantined(self) -> frozenset[int]:
-        return frozenset(self.stuck)
+    def quarantined(self, tier: Tier) -> frozenset[int]:
+        return frozenset(self.stuck if tier is Tier.HOST else ())
 
-    def close(self, deadline_s: float = 0.0) -> None:
-        pass
+    def close(self, deadline_s: float = 0.0) -> bool:
+        return True
 
 
 class Rig:
     """A reader: its KV cache and arenas, two peers, and a load engine."""
 
     def __init__(
-        self, *, mapped: bool = True, verify: str = "off", threads: int = 3, reap_s: float = 60.0
+        self,
+        *,
+        kind: str,
+        mapped: bool = True,
+        verify: str = "off",
+        threads: int = 3,
+        reap_s: float = 60.0,
     ) -> None:
         self.cache = plain_cache(seed=5, num_blocks=40)
         for view in self.cache.views:
@@ -173,9 +190,9 @@ class Rig:
         self.engine = LoadEngine(
             layout=self.cache.layout,
             arenas=self.own.arenas,
-            device=self.device,
+            device=placed(self.device, kind),
             verify=verify,
-            staging=STAGING,
+            staging={Tier.HOST: STAGING},
             transports=self.transports,
             threads=threads,
             reap_s=reap_s,
@@ -206,12 +223,17 @@ class Rig:
             source.close()
 
 
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def make() -> Iterator[Callable[..., Rig]]:
+def make(kind: str) -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
     def made(**settings: object) -> Rig:
-        rigs.append(Rig(**settings))
+        rigs.append(Rig(kind=kind, **settings))
         return rigs[-1]
 
     yield made
@@ -304,7 +326,7 @@ def test_a_slot_reassigned_during_the_copy_is_a_failed_row(make: Callable[..., R
     def reassign() -> None:
         meta[7, 0] = 999
 
-    rig.device.after["scatter"] = reassign
+    rig.device.then["scatter"] = reassign
     (part,) = rig.load((1, FIVE)).segments
     assert (part.failed_rows, part.reason) == ({2}, "generation")
 
@@ -430,7 +452,7 @@ def test_a_peer_that_delivers_no_first_slot_is_unavailable(make: Callable[..., R
     rig.transport.probe = broken
     (part,) = rig.load((1, FIVE)).segments
     assert (part.failed_rows, part.reason) == ({0, 1, 2, 3, 4}, "unavailable")
-    assert rig.transport.connections[0].closed.is_set()
+    assert [connection.closed.is_set() for connection in rig.transport.opened] == [True]
     assert rig.transport.fetches == []
 
 
@@ -545,7 +567,7 @@ def test_a_kv_block_damaged_by_the_copy_itself_is_found(make: Callable[..., Rig]
     def clobber() -> None:
         rig.cache.views[1][21, 5] ^= 64
 
-    rig.device.after["scatter"] = clobber
+    rig.device.then["scatter"] = clobber
     (part,) = rig.load((1, FIVE)).segments
     assert (part.failed_rows, part.reason) == ({1}, "checksum")
 
@@ -730,12 +752,13 @@ def test_a_closed_store_keeps_no_memory(make: Callable[..., Rig]) -> None:
     assert not [line for line in lines if "memfd" in line and int(line.split()[4]) in files]
 
 
-def test_every_bfloat16_pattern_survives_store_demotion_and_load() -> None:
+def test_every_bfloat16_pattern_survives_store_demotion_and_load(kind: str) -> None:
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     kv = {"layer": patterns.clone().view(torch.bfloat16).view(8, 16, 512)}
     cache = Cache(kv, num_blocks=8)
     arenas = {tier: Arena.create(9, cache.layout.slot_bytes, "bf16") for tier in Tier}
-    means = {"layout": cache.layout, "arenas": arenas, "device": cache.device}
+    device = placed(cache.device, kind)
+    means = {"layout": cache.layout, "arenas": arenas, "device": device}
     copies = CopyEngine(**means, verify="checksum")
     blocks = range(8)
     copies.submit(StoreJob(1, table([], 3), table([(b, D, b, 1 + b, -1) for b in blocks], 5)))
@@ -746,7 +769,7 @@ def test_every_bfloat16_pattern_survives_store_demotion_and_load() -> None:
     loads = LoadEngine(
         **means,
         verify="checksum",
-        staging=range(8, 9),
+        staging={Tier.HOST: range(8, 9)},
         transports=Transports([], layout_digest=cache.layout.digest()),
     )
     segment = LoadSegment(OWN_STORE, table([(H, 7 - b, 20 + b, b) for b in blocks], 4))

@@ -66,7 +66,12 @@ def make_transport(kind: str, arenas: dict[Tier, Arena], staging: range) -> Any:
     if kind == "nixl":
         from xinference_xavier.transport.nixl import NixlTransport
 
-        return NixlTransport(views=views, slot_bytes=slot_bytes, staging=staging, agent_name="test")
+        return NixlTransport(
+            views=views,
+            slot_bytes=slot_bytes,
+            staging={Tier.HOST: staging},
+            agent_name="test",
+        )
     from xinference_xavier.transport.xoscar import XoscarTransport
 
     return XoscarTransport(

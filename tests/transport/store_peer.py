@@ -13,15 +13,20 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.store.fake_cuda import FakeCuda, host
 from xinference_xavier.layout import BlockLayout, probe_layout
 from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.copier import publish, withdraw
+from xinference_xavier.store.cuda_device import CudaDevice
+from xinference_xavier.store.device_arena import DeviceArena
 from xinference_xavier.store.jobs import Tier
-from xinference_xavier.transport.base import WorkerHandle
+from xinference_xavier.transport.base import Gpu, WorkerHandle
 from xinference_xavier.transport.select import Transports
 from xinference_xavier.transport.shm import host_id
 
 SLOTS, BLOCKS, TOKENS, DIM = 8, 6, 16, 256
+UNMAP_S = 30.0
+"""In which readers must have unmapped a device arena."""
 
 
 def make_cache():
@@ -42,12 +47,12 @@ def content(generation: int, layout: BlockLayout) -> np.ndarray:
 class Peer:
     """The other process, seen from the test."""
 
-    def __init__(self, choice: str = "shm") -> None:
-        """Start it with the transports of ``choice``."""
+    def __init__(self, choice: str = "shm", place: str = "cpu") -> None:
+        """Start it with the transports of ``choice``; with "gpu" on a fake one."""
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
-            [sys.executable, __file__, choice],
+            [sys.executable, __file__, choice, place],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -78,14 +83,23 @@ class Peer:
 
 def main() -> None:
     """Make both tiers, fill slot ``s`` with generation ``s + 1``, and obey commands."""
-    _, layout, _ = make_cache()
-    arenas = {tier: Arena.create(SLOTS, layout.slot_bytes, f"remote-{tier.name}") for tier in Tier}
+    choice, place = sys.argv[1:]
+    _, layout, views = make_cache()
+    arenas: dict[Tier, Arena | DeviceArena] = {
+        tier: Arena.create(SLOTS, layout.slot_bytes, f"remote-{tier.name}") for tier in Tier
+    }
+    gpu = None
+    if place == "gpu":
+        arenas.pop(Tier.DEVICE).close()
+        api = FakeCuda(uuid="gpu-of-the-peer")
+        arenas[Tier.DEVICE] = DeviceArena.create(SLOTS, layout.slot_bytes, "remote-gpu", api)
+        gpu = Gpu(api, CudaDevice(layout, views, api))
 
     def write(tier: Tier, slot: int, generation: int) -> None:
         slots = np.array([slot], dtype=np.int64)
         arena = arenas[tier]
         withdraw(arena.meta, slots)
-        arena.data.numpy()[slot] = content(generation, layout)
+        host(arena.data).numpy()[slot] = content(generation, layout)
         publish(arena.meta, slots, np.array([generation]), np.zeros(1, dtype=np.int64))
 
     stop = threading.Event()
@@ -100,11 +114,12 @@ def main() -> None:
         for slot in range(SLOTS):
             write(tier, slot, slot + 1)
     transports = Transports.start(
-        choice=sys.argv[1],
+        choice=choice,
         arenas=arenas,
-        staging=range(SLOTS - 1, SLOTS),
+        staging={Tier.HOST: range(SLOTS - 1, SLOTS)},
         host="127.0.0.1",
         layout_digest=layout.digest(),
+        gpu=gpu,
     )
     handle = WorkerHandle(
         rank=0,
@@ -127,7 +142,10 @@ def main() -> None:
             churning.join()
         elif command == "close":
             for arena in arenas.values():
-                arena.close()
+                if isinstance(arena, DeviceArena):
+                    arena.close(UNMAP_S)
+                else:
+                    arena.close()
         print("done", flush=True)
     transports.close()
 

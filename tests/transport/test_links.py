@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,8 +21,10 @@ from xinference_xavier.transport.links import PeerLinks
 from xinference_xavier.transport.pool import StagingPool
 
 WAIT_S = 20.0
-PEER = WorkerHandle(rank=0, host_id="host", layout_digest="same", arenas={Tier.HOST: None})
+ARENA = SimpleNamespace(slots=8)
+PEER = WorkerHandle(rank=0, host_id="host", layout_digest="same", arenas={Tier.HOST: ARENA})
 RESTARTED = dataclasses.replace(PEER, rank=1)
+BOTH = dataclasses.replace(PEER, arenas={Tier.HOST: ARENA, Tier.DEVICE: ARENA})
 
 
 class Plain(Connection):
@@ -35,10 +38,10 @@ class Plain(Connection):
         self.living = True
         self.cold = 2
 
-    def view(self, tier):
+    def view(self):
         return "memory" if self.mapped else None
 
-    def fetch(self, tier, slots, staging, *, deadline):
+    def fetch(self, slots, staging, *, deadline):
         raise AssertionError
 
     def warm(self) -> bool:
@@ -59,23 +62,23 @@ class Connector:
 
     def __init__(self) -> None:
         self.opened: list[Plain] = []
-        self.refuses = False
-        self.mapped = False
+        self.refuses: bool | Tier = False
+        self.mapped: bool | Tier = False
         self.opening = lambda: None
         self.notes: list[tuple[object, ...]] = []
 
-    def connect(self, member, peer, *, pool, deadline) -> Plain:
+    def connect(self, member, peer, tier, *, pools, deadline) -> Plain:
         self.opening()
-        if self.refuses:
+        if self.refuses is True or self.refuses is tier:
             raise TransportUnavailable("no way")
-        self.opened.append(Plain(self.mapped))
+        self.opened.append(Plain(self.mapped is True or self.mapped is tier))
         return self.opened[-1]
 
-    def failed(self, member, transport, error) -> None:
-        self.notes.append(("failed", member, transport, str(error)))
+    def failed(self, member, tier, transport, error) -> None:
+        self.notes.append(("failed", member, tier, transport, str(error)))
 
-    def worked(self, member, transport) -> None:
-        self.notes.append(("worked", member, transport))
+    def worked(self, member, tier, transport) -> None:
+        self.notes.append(("worked", member, tier, transport))
 
 
 @pytest.fixture
@@ -85,12 +88,13 @@ def connector() -> Connector:
 
 @pytest.fixture
 def links(connector: Connector) -> PeerLinks:
-    return PeerLinks(connector, StagingPool(range(1), frozenset))
+    return PeerLinks(connector, {Tier.HOST: StagingPool(range(1), frozenset)})
 
 
-def use(links: PeerLinks, member: int = 1, peer: WorkerHandle = PEER) -> Connection:
-    with links.use(member, peer, deadline=soon()) as connection:
-        return connection
+def use(links: PeerLinks, member: int = 1, peer: WorkerHandle = PEER) -> Plain:
+    """Return the connection to the host tier."""
+    with links.use(member, peer, deadline=soon()) as paths:
+        return paths[Tier.HOST]
 
 
 def soon() -> float:
@@ -103,15 +107,16 @@ def test_users_of_one_member_share_a_connection_that_stays_open(links: PeerLinks
         links.use(1, PEER, deadline=soon()) as second,
     ):
         assert first is second
-    assert use(links) is first
-    assert first.closes == 0
-    assert use(links, member=2) is not first
+    assert use(links) is first[Tier.HOST]
+    assert first[Tier.HOST].closes == 0
+    assert use(links, member=2) is not first[Tier.HOST]
 
 
 def test_a_restarted_peer_gets_a_new_connection_while_the_old_one_is_in_use(
     links: PeerLinks,
 ) -> None:
-    with links.use(1, PEER, deadline=soon()) as old:
+    with links.use(1, PEER, deadline=soon()) as paths:
+        old = paths[Tier.HOST]
         new = use(links, peer=RESTARTED)
         assert new is not old
         assert old.closes == 0
@@ -121,7 +126,8 @@ def test_a_restarted_peer_gets_a_new_connection_while_the_old_one_is_in_use(
 def test_a_late_failure_of_the_old_connection_spares_the_new_one(
     links: PeerLinks, connector: Connector
 ) -> None:
-    with links.use(1, PEER, deadline=soon()) as old:
+    with links.use(1, PEER, deadline=soon()) as paths:
+        old = paths[Tier.HOST]
         new = use(links, peer=RESTARTED)
         links.failed(old, TransferFailed("broken"))
     assert (old.closes, new.closes) == (1, 0)
@@ -132,12 +138,13 @@ def test_a_late_failure_of_the_old_connection_spares_the_new_one(
 def test_a_failed_connection_is_reported_once_and_replaced(
     links: PeerLinks, connector: Connector
 ) -> None:
-    with links.use(1, PEER, deadline=soon()) as old:
+    with links.use(1, PEER, deadline=soon()) as paths:
+        old = paths[Tier.HOST]
         links.failed(old, TransferFailed("broken"))
         links.failed(old, TransferFailed("broken again"))
         assert old.closes == 0
     assert old.closes == 1
-    assert connector.notes == [("failed", 1, "plain", "broken")]
+    assert connector.notes == [("failed", 1, Tier.HOST, "plain", "broken")]
     assert use(links) is not old
 
 
@@ -145,7 +152,7 @@ def test_a_refusal_leaves_no_trace(links: PeerLinks, connector: Connector) -> No
     connector.refuses = True
     with pytest.raises(TransportUnavailable):
         use(links)
-    links.worked(1, 10, 1.0)
+    links.worked(1, [Tier.HOST], 10, 1.0)
     assert connector.notes == []
     connector.refuses = False
     assert use(links) is connector.opened[0]
@@ -176,8 +183,8 @@ def test_only_memory_that_is_mapped_is_given_without_a_connect(
     links: PeerLinks, connector: Connector
 ) -> None:
     def refused(peer: WorkerHandle) -> None:
-        assert not links.mapped(1, peer)
-        with pytest.raises(TransportUnavailable), links.use_mapped(1, peer):
+        assert not links.mapped(1, peer, [Tier.HOST])
+        with pytest.raises(TransportUnavailable), links.use_mapped(1, peer, [Tier.HOST]):
             pass
 
     refused(PEER)
@@ -186,14 +193,70 @@ def test_only_memory_that_is_mapped_is_given_without_a_connect(
     links.failed(fetching, TransferFailed("broken"))
     connector.mapped = True
     mapped = use(links)
-    assert links.mapped(1, PEER)
+    assert links.mapped(1, PEER, [Tier.HOST])
     refused(RESTARTED)
-    with links.use_mapped(1, PEER) as connection:
-        assert connection is mapped
+    with links.use_mapped(1, PEER, [Tier.HOST]) as paths:
+        assert paths == {Tier.HOST: mapped}
         links.close()
         assert mapped.closes == 0
     assert mapped.closes == 1
     refused(PEER)
+
+
+def test_a_peer_one_of_whose_tiers_is_out_of_reach_is_not_used(
+    links: PeerLinks, connector: Connector
+) -> None:
+    connector.refuses = Tier.HOST
+    with pytest.raises(TransportUnavailable):
+        use(links, peer=BOTH)
+    assert [connection.closes for connection in connector.opened] == [1]
+    connector.refuses = False
+    with links.use(1, BOTH, deadline=soon()) as paths:
+        assert set(paths) == {Tier.DEVICE, Tier.HOST}
+
+
+def test_an_empty_tier_needs_no_connection(links: PeerLinks) -> None:
+    empty = SimpleNamespace(slots=0)
+    peer = dataclasses.replace(PEER, arenas={Tier.HOST: ARENA, Tier.DEVICE: empty})
+    with links.use(1, peer, deadline=soon()) as paths:
+        assert set(paths) == {Tier.HOST}
+
+
+def test_a_failure_is_told_of_its_tier_and_retires_the_whole_link(
+    links: PeerLinks, connector: Connector
+) -> None:
+    with links.use(1, BOTH, deadline=soon()) as paths:
+        links.failed(paths[Tier.DEVICE], TransferFailed("broken"))
+        assert [connection.closes for connection in connector.opened] == [0, 0]
+    assert connector.notes == [("failed", 1, Tier.DEVICE, "plain", "broken")]
+    assert [connection.closes for connection in connector.opened] == [1, 1]
+
+
+def test_a_load_that_worked_speaks_for_the_tiers_it_read(
+    links: PeerLinks, connector: Connector
+) -> None:
+    use(links, peer=BOTH)
+    links.worked(1, [Tier.DEVICE], 10, 1.0)
+    assert connector.notes == [("worked", 1, Tier.DEVICE, "plain")]
+
+
+def test_a_link_of_which_one_tier_is_mapped_is_quick_for_that_tier(
+    links: PeerLinks, connector: Connector
+) -> None:
+    connector.mapped = Tier.HOST
+    use(links, peer=BOTH)
+    assert links.mapped(1, BOTH, [Tier.HOST])
+    assert not links.mapped(1, BOTH, [Tier.DEVICE])
+    assert not links.mapped(1, BOTH, [Tier.DEVICE, Tier.HOST])
+    with pytest.raises(TransportUnavailable), links.use_mapped(1, BOTH, [Tier.DEVICE]):
+        pass
+
+
+def test_a_peer_is_dead_when_one_of_its_arenas_is(links: PeerLinks, connector: Connector) -> None:
+    use(links, peer=BOTH)
+    connector.opened[1].living = False
+    links.reap()
+    assert [connection.closes for connection in connector.opened] == [1, 1]
 
 
 def test_only_the_dead_are_reaped(links: PeerLinks) -> None:
@@ -208,16 +271,16 @@ def test_the_first_load_that_brings_bytes_is_logged_with_its_bandwidth(
     links: PeerLinks, connector: Connector, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    links.worked(1, 10, 1.0)
+    links.worked(1, [Tier.HOST], 10, 1.0)
     use(links)
-    links.worked(1, 0, 5.0)
+    links.worked(1, [Tier.HOST], 0, 5.0)
     assert caplog.messages == []
-    links.worked(1, 3_000_000_000, 2.0)
-    links.worked(1, 100, 3.0)
+    links.worked(1, [Tier.HOST], 3_000_000_000, 2.0)
+    links.worked(1, [Tier.HOST], 100, 3.0)
     (line,) = caplog.messages
     assert "over plain" in line
     assert "1.50 GB/s" in line
-    assert connector.notes == [("worked", 1, "plain")] * 2
+    assert connector.notes == [("worked", 1, Tier.HOST, "plain")] * 2
 
 
 def test_warming_goes_on_until_every_connection_is_warm(
@@ -244,7 +307,8 @@ def test_a_connection_that_fails_to_warm_is_not_asked_again(links: PeerLinks) ->
 
 
 def test_closing_waits_for_users_and_opens_nothing_more(links: PeerLinks) -> None:
-    with links.use(1, PEER, deadline=soon()) as connection:
+    with links.use(1, PEER, deadline=soon()) as paths:
+        connection = paths[Tier.HOST]
         links.close()
         assert connection.closes == 0
     assert connection.closes == 1

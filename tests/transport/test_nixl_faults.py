@@ -8,11 +8,12 @@ import threading
 import time
 import types
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from fetch_peer import LIMIT_S, soon, wait_until
+from fetch_peer import LIMIT_S, soon
 
 from xinference_xavier.store.jobs import Tier
 from xinference_xavier.transport import nixl, nixl_agent
@@ -110,14 +111,16 @@ def make_transport() -> nixl.NixlTransport:
         torch.zeros((8, SLOT_BYTES), dtype=torch.uint8), torch.zeros((8, 2), dtype=torch.int64)
     )
     return nixl.NixlTransport(
-        views={Tier.HOST: view}, slot_bytes=SLOT_BYTES, staging=STAGING, agent_name="test"
+        views={Tier.HOST: view},
+        slot_bytes=SLOT_BYTES,
+        staging={Tier.HOST: STAGING},
+        agent_name="test",
     )
 
 
 def peer_of(transport: nixl.NixlTransport, agent: bytes = b"other") -> WorkerHandle:
-    advert = nixl._decode(transport.metadata())
-    advert = nixl._Advert(agent, advert.slot_bytes, advert.tiers, advert.path)
-    return WorkerHandle(0, "test", "test", {}, nixl=nixl._encode(advert))
+    advert = replace(nixl.decode(transport.metadata()), agent=agent)
+    return WorkerHandle(0, "test", "test", {}, nixl=advert.encode())
 
 
 @pytest.mark.parametrize("call", ["register", "prepare"])
@@ -135,14 +138,16 @@ def test_a_failed_connect_leaves_nothing(agents: list[FakeAgent], call: str, at:
     transport = make_transport()
     agents[0].fail_at[call] = at
     with pytest.raises(TransportUnavailable, match=f"{call} failed"):
-        transport.connect(peer_of(transport))
+        transport.connect(peer_of(transport), Tier.HOST)
     assert agents[0].balance() == {"memory": 3}
-    transport.connect(peer_of(transport))
+    transport.connect(peer_of(transport), Tier.HOST)
 
 
 def test_everything_is_released_in_any_order_of_closing(agents: list[FakeAgent]) -> None:
     transport = make_transport()
-    connections = [transport.connect(peer_of(transport, name)) for name in (b"a", b"a", b"b")]
+    connections = [
+        transport.connect(peer_of(transport, name), Tier.HOST) for name in (b"a", b"a", b"b")
+    ]
     assert agents[0].held["peer"] == 2
     connections[0].close()
     assert agents[0].held["peer"] == 2
@@ -155,11 +160,11 @@ def test_everything_is_released_in_any_order_of_closing(agents: list[FakeAgent])
 
 def test_a_read_that_cannot_be_made_quarantines_nothing(agents: list[FakeAgent]) -> None:
     transport = make_transport()
-    connection = transport.connect(peer_of(transport))
+    connection = transport.connect(peer_of(transport), Tier.HOST)
     agents[0].fail_at["read"] = 1
     with pytest.raises(TransferFailed, match="read failed"):
-        connection.fetch(Tier.HOST, [1], [4], deadline=soon())
-    assert transport.quarantined() == frozenset()
+        connection.fetch([1], [4], deadline=soon())
+    assert transport.quarantined(Tier.HOST) == frozenset()
     assert connection.alive()
 
 
@@ -168,20 +173,20 @@ def test_an_error_whose_extent_is_unknown_keeps_the_staging_until_close(
     agents: list[FakeAgent], when: str
 ) -> None:
     transport = make_transport()
-    connection = transport.connect(peer_of(transport))
+    connection = transport.connect(peer_of(transport), Tier.HOST)
     agents[0].states = {
         "posting": [State.UNKNOWN],
         "polling": [State.RUNNING, State.RUNNING, State.UNKNOWN],
         "reading meta": [State.DONE, State.UNKNOWN],
     }[when]
     with pytest.raises(TransferFailed, match="as told"):
-        connection.fetch(Tier.HOST, [1, 2], [4, 6], deadline=soon())
-    assert transport.quarantined() == {4, 6}
+        connection.fetch([1, 2], [4, 6], deadline=soon())
+    assert transport.quarantined(Tier.HOST) == {4, 6}
     assert not connection.alive()
     with pytest.raises(TransportUnavailable, match="failed"):
-        transport.connect(peer_of(transport))
+        transport.connect(peer_of(transport), Tier.HOST)
     connection.close()
-    assert transport.quarantined() == {4, 6}
+    assert transport.quarantined(Tier.HOST) == {4, 6}
     assert agents[0].held["peer"] == 1  # still the owner of that transfer
     transport.close()
     assert agents[0].balance() == {}
@@ -189,28 +194,28 @@ def test_an_error_whose_extent_is_unknown_keeps_the_staging_until_close(
 
 def test_a_disconnected_read_frees_its_staging_at_once(agents: list[FakeAgent]) -> None:
     transport = make_transport()
-    connection = transport.connect(peer_of(transport))
+    connection = transport.connect(peer_of(transport), Tier.HOST)
     agents[0].states = [State.RUNNING, State.DISCONNECTED]
     with pytest.raises(TransferFailed) as failure:
-        connection.fetch(Tier.HOST, [1], [4], deadline=soon())
+        connection.fetch([1], [4], deadline=soon())
     assert not isinstance(failure.value, TransferTimeout)
-    assert transport.quarantined() == frozenset()
+    assert transport.quarantined(Tier.HOST) == frozenset()
     connection.close()
     assert agents[0].balance() == {"memory": 3}
 
 
 def test_a_late_end_frees_the_staging_and_the_closed_peer(agents: list[FakeAgent]) -> None:
     transport = make_transport()
-    connection = transport.connect(peer_of(transport))
+    connection = transport.connect(peer_of(transport), Tier.HOST)
     agents[0].states = [State.RUNNING] * 100_000
     with pytest.raises(TransferTimeout):
-        connection.fetch(Tier.HOST, [1], [4], deadline=soon(0.05))
+        connection.fetch([1], [4], deadline=soon(0.5))
     connection.close()
     agents[0].states = [State.RUNNING]
-    assert transport.quarantined() == {4}
+    assert transport.quarantined(Tier.HOST) == {4}
     assert agents[0].held["peer"] == 1
     agents[0].states = [State.DONE]
-    assert transport.quarantined() == frozenset()
+    assert transport.quarantined(Tier.HOST) == frozenset()
     assert agents[0].balance() == {"memory": 3}
 
 
@@ -218,7 +223,7 @@ def test_fetches_and_quarantine_do_not_wait_for_a_peer_that_is_being_wired_up(
     agents: list[FakeAgent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = make_transport()
-    connection = transport.connect(peer_of(transport))
+    connection = transport.connect(peer_of(transport), Tier.HOST)
     inside, go = threading.Event(), threading.Event()
 
     def hang(self: FakeAgent, metadata: bytes) -> str:
@@ -231,7 +236,7 @@ def test_fetches_and_quarantine_do_not_wait_for_a_peer_that_is_being_wired_up(
 
     def connect() -> None:
         try:
-            transport.connect(peer_of(transport, b"slow"))
+            transport.connect(peer_of(transport, b"slow"), Tier.HOST)
         except TransportUnavailable as exc:
             failures.append(exc)
 
@@ -239,24 +244,24 @@ def test_fetches_and_quarantine_do_not_wait_for_a_peer_that_is_being_wired_up(
     wiring.start()
     assert inside.wait(LIMIT_S)
     agents[0].states = [State.DONE, State.DONE]
-    connection.fetch(Tier.HOST, [1], [4], deadline=soon())
-    assert transport.quarantined() == frozenset()
+    connection.fetch([1], [4], deadline=soon())
+    assert transport.quarantined(Tier.HOST) == frozenset()
     with pytest.raises(TransportUnavailable, match="busy"):
-        transport.connect(peer_of(transport, b"third"), deadline=time.monotonic())
+        transport.connect(peer_of(transport, b"third"), Tier.HOST, deadline=time.monotonic())
     connection.close()
     assert agents[0].held["peer"] == 1  # it is forgotten by the next who may
     go.set()
     wiring.join(LIMIT_S)
     assert len(failures) == 1
-    transport.quarantined()
+    transport.quarantined(Tier.HOST)
     assert agents[0].held["peer"] == 0
 
 
 def test_a_read_that_brought_nothing_is_no_generation(agents: list[FakeAgent]) -> None:
     transport = make_transport()
-    connection = transport.connect(peer_of(transport))
+    connection = transport.connect(peer_of(transport), Tier.HOST)
     agents[0].states = [State.DONE, State.DONE]
-    assert connection.fetch(Tier.HOST, [1], [4], deadline=soon()).tolist() == [[-1, -1]]
+    assert connection.fetch([1], [4], deadline=soon()).tolist() == [[-1, -1]]
 
 
 def test_closing_is_bounded_and_keeps_the_memory_until_the_agent_is_gone(
@@ -270,14 +275,16 @@ def test_closing_is_bounded_and_keeps_the_memory_until_the_agent_is_gone(
         closed.set()
 
     monkeypatch.setattr(FakeAgent, "close", hang)
-    transport.close(0.01)
-    transport.close(0.01)
+    # Nobody may take the memory away meanwhile.
+    assert not transport.close(0.01)
+    assert not transport.close(0.01)
     with pytest.raises(TransportUnavailable, match="closed"):
-        transport.connect(peer_of(transport))
+        transport.connect(peer_of(transport), Tier.HOST)
     assert transport._views
     go.set()
-    assert closed.wait(LIMIT_S)
-    wait_until(lambda: not transport._views)
+    assert transport.close(LIMIT_S)
+    assert closed.is_set()
+    assert not transport._views
 
 
 def fake_bindings(**members: Any) -> types.ModuleType:
@@ -300,6 +307,7 @@ class RawAgent:
     plugins = ("UCX",)
     error: Exception | None = None
     config: Any = None
+    options: Any = None
 
     def __init__(self, name: str, config: Any) -> None:
         RawAgent.config = config
@@ -310,6 +318,7 @@ class RawAgent:
     def createBackend(self, name: str, options: dict[str, str]) -> int:
         if self.error is not None:
             raise self.error
+        RawAgent.options = options
         return 1
 
 
@@ -337,3 +346,15 @@ def test_an_agent_sleeps_while_idle_and_is_safe_for_threads(
     assert RawAgent.config.pthrDelay > 0  # zero spins on a core for ever
     assert not RawAgent.config.useListenThread
     assert RawAgent.config.syncMode == "rw"
+
+
+def test_ucx_emulates_nothing_unless_the_operator_has_chosen_its_transports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "nixl._bindings", fake_bindings(nixlAgent=RawAgent))
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    nixl_agent.Agent("test")
+    assert RawAgent.options == {"engine_config": "PROTO_EMULATION_ENABLE=n"}
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    nixl_agent.Agent("test")
+    assert RawAgent.options == {}

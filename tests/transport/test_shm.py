@@ -61,7 +61,7 @@ class Reader:
             arenas={},
             device=self.device,
             verify="off",
-            staging=range(0),
+            staging={},
             transports=Transports([ShmTransport()], layout_digest=self.layout.digest()),
             reap_s=reap_s,
         )
@@ -119,8 +119,8 @@ def test_a_reader_that_slept_while_its_slot_was_reassigned_delivers_nothing(
 def test_no_torn_slot_ever_counts_as_loaded(peer: Peer, reader: Reader) -> None:
     """One slot is rewritten without a pause while it is read; what is delivered is whole."""
     peer.ask("churn")
-    connection = ShmTransport().connect(peer.handle)
-    meta = connection.view(Tier.HOST).meta
+    connection = ShmTransport().connect(peer.handle, Tier.HOST)
+    meta = connection.view().meta
     # Lets the writer in between the look at the generation and the copy, every other time.
     turns = itertools.cycle([0.0, 5e-5])
     reader.device.pause = lambda: time.sleep(next(turns))
@@ -170,7 +170,7 @@ def test_a_peer_killed_during_a_copy_does_no_harm(mortal: Peer) -> None:
 
 def test_a_peer_that_closes_its_store_withdraws_every_slot(mortal: Peer) -> None:
     reader = Reader(mortal)
-    connection = ShmTransport().connect(mortal.handle)
+    connection = ShmTransport().connect(mortal.handle, Tier.HOST)
     assert connection.alive()
     assert reader.load((H, 2, 3, 0)).failed_rows == set()
     mortal.ask("close")
@@ -183,25 +183,25 @@ def test_a_peer_that_closes_its_store_withdraws_every_slot(mortal: Peer) -> None
 
 
 def test_the_mapping_cannot_be_written(peer: Peer) -> None:
-    connection = ShmTransport().connect(peer.handle)
+    connection = ShmTransport().connect(peer.handle, Tier.HOST)
     line = next(line for line in maps() if "xavier-remote" in line)
     assert line.split()[1] == "r--s"
     connection.close()
 
 
 def test_warming_touches_every_page_once_and_ends(peer: Peer) -> None:
-    connection = ShmTransport().connect(peer.handle)
-    assert [connection.warm() for _ in range(4)] == [True, True, False, False]
+    connection = ShmTransport().connect(peer.handle, Tier.HOST)
+    assert [connection.warm() for _ in range(3)] == [True, False, False]
     connection.close()
 
 
 def test_a_closed_connection_shows_nothing(peer: Peer) -> None:
-    connection = ShmTransport().connect(peer.handle)
-    held = connection.view(Tier.HOST)
+    connection = ShmTransport().connect(peer.handle, Tier.HOST)
+    held = connection.view()
     assert held.data.shape[0] == SLOTS
     connection.close()
     connection.close()
-    assert connection.view(Tier.HOST) is None
+    assert connection.view() is None
     assert not connection.alive()
     assert held.meta[SLOTS - 1, 0] == SLOTS
     del held
@@ -209,13 +209,13 @@ def test_a_closed_connection_shows_nothing(peer: Peer) -> None:
 
 
 def test_there_is_nothing_to_fetch(peer: Peer) -> None:
-    connection = ShmTransport().connect(peer.handle)
+    connection = ShmTransport().connect(peer.handle, Tier.HOST)
     with pytest.raises(TransferFailed):
-        connection.fetch(Tier.HOST, [0], [0], deadline=time.monotonic() + 1)
+        connection.fetch([0], [0], deadline=time.monotonic() + 1)
     connection.close()
 
 
-@pytest.mark.parametrize("case", ["other host", "one arena is another"])
+@pytest.mark.parametrize("case", ["other host", "another arena"])
 def test_a_peer_that_cannot_be_mapped_is_unavailable_and_leaves_nothing(
     peer: Peer, case: str
 ) -> None:
@@ -223,9 +223,7 @@ def test_a_peer_that_cannot_be_mapped_is_unavailable_and_leaves_nothing(
         handle = dataclasses.replace(peer.handle, host_id="elsewhere")
     else:
         wrong = dataclasses.replace(peer.handle.arenas[Tier.HOST], nonce=bytes(16))
-        handle = dataclasses.replace(
-            peer.handle, arenas={Tier.DEVICE: peer.handle.arenas[Tier.DEVICE], Tier.HOST: wrong}
-        )
+        handle = dataclasses.replace(peer.handle, arenas={Tier.HOST: wrong})
     with pytest.raises(TransportUnavailable):
-        ShmTransport().connect(handle)
+        ShmTransport().connect(handle, Tier.HOST)
     assert maps() == []

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import socket
 import sys
@@ -17,6 +16,7 @@ import pytest
 import torch
 import xoscar as xo
 from fetch_peer import (
+    SLOT_BYTES,
     SLOTS,
     Reader,
     Source,
@@ -28,9 +28,15 @@ from fetch_peer import (
     wait_until,
 )
 
+from tests.store.fake_cuda import FakeCuda, host
+from xinference_xavier.layout import probe_layout
+from xinference_xavier.store.arena import Arena
+from xinference_xavier.store.cuda_device import CudaDevice
+from xinference_xavier.store.device_arena import DeviceArena
 from xinference_xavier.store.jobs import Tier
 from xinference_xavier.transport import xoscar as module
 from xinference_xavier.transport.base import (
+    SlotView,
     TransferFailed,
     TransferTimeout,
     TransportUnavailable,
@@ -72,70 +78,23 @@ def big_reader() -> Iterator[Reader]:
 
 
 class TestBytes:
-    @pytest.mark.parametrize("tier", list(Tier))
-    def test_any_order_and_repetition_of_slots_arrives_where_it_was_asked(
-        self, source: Source, reader: Reader, tier: Tier
-    ) -> None:
-        shuffled = random.Random(7)
-        connection = reader.transport.connect(source.handle)
-        data, meta = source.contents[tier]
-        for count in (1, 2, 31, 32):
-            slots = shuffled.choices(range(SLOTS[tier]), k=count)
-            staging = shuffled.sample(reader.staging, k=count)
-            reader.host.fill_(0xA5)
-            rows = connection.fetch(tier, slots, staging, deadline=soon())
-            assert torch.equal(reader.host[staging], data[slots])
-            assert rows.dtype == torch.int64
-            assert torch.equal(rows, meta[slots])
-            assert reader.changed() <= set(staging)
-        assert reader.transport.quarantined() == frozenset()
-        connection.close()
-
     def test_xoscars_own_nixl_carries_the_same_bytes(self) -> None:
         pytest.importorskip("nixl")
         source, reader = Source(Spec("xoscar-nixl")), Reader("xoscar-nixl")
         try:
             assert source.handle.xoscar is not None
             assert source.handle.xoscar.startswith("nixl://")
-            connection = reader.transport.connect(source.handle)
             for tier in Tier:
+                connection = reader.transport.connect(source.handle, tier)
                 data, meta = source.contents[tier]
                 slots, staging = [9, 3, 4, 5, 3], [20, 12, 13, 14, 39]
-                rows = connection.fetch(tier, slots, staging, deadline=soon())
+                rows = connection.fetch(slots, staging, deadline=soon())
                 assert torch.equal(reader.host[staging], data[slots])
                 assert torch.equal(rows, meta[slots])
             assert reader.changed() == set(staging)
         finally:
             reader.close()
             source.stop()
-
-    def test_threads_fetch_at_the_same_time(self, source: Source, reader: Reader) -> None:
-        connection = reader.transport.connect(source.handle)
-        data, meta = source.contents[Tier.HOST]
-        wrong: list[list[int]] = []
-
-        def read(part: int) -> None:
-            shuffled = random.Random(part)
-            staging = list(reader.staging[part * 8 : part * 8 + 8])
-            for _ in range(5):
-                slots = shuffled.choices(range(SLOTS[Tier.HOST]), k=8)
-                rows = connection.fetch(Tier.HOST, slots, staging, deadline=soon())
-                if not (
-                    torch.equal(reader.host[staging], data[slots])
-                    and torch.equal(rows, meta[slots])
-                ):
-                    wrong.append(slots)
-
-        threads = [threading.Thread(target=read, args=(part,)) for part in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == []
-
-    def test_an_empty_fetch_is_empty(self, source: Source, reader: Reader) -> None:
-        connection = reader.transport.connect(source.handle)
-        assert connection.fetch(Tier.HOST, [], [], deadline=soon()).shape == (0, 2)
 
     def test_neighbours_travel_as_one_buffer(self) -> None:
         slots = np.array([1, 2, 3, 7, 7, 8, 9], dtype=np.int32)
@@ -144,62 +103,37 @@ class TestBytes:
 
 
 class TestWrongCalls:
-    def test_a_slot_or_tier_that_the_peer_lacks_fails_that_read_only(
-        self, source: Source, reader: Reader
-    ) -> None:
-        connection = reader.transport.connect(source.handle)
-        first = [reader.staging.start]
-        with pytest.raises(TransferFailed, match="48 HOST slots"):
-            connection.fetch(Tier.HOST, [SLOTS[Tier.HOST]], first, deadline=soon())
-        connection.fetch(Tier.HOST, [0], first, deadline=soon())
-        assert connection.alive()
-
-    @pytest.mark.parametrize(
-        ("slots", "staging"), [([1], [7]), ([1], [40]), ([1, 2], [20]), ([1, 2], [20, 20])]
-    )
-    def test_staging_that_is_not_the_callers_to_use_is_a_value_error(
-        self, source: Source, reader: Reader, slots: list[int], staging: list[int]
-    ) -> None:
-        connection = reader.transport.connect(source.handle)
-        with pytest.raises(ValueError, match="staging"):
-            connection.fetch(Tier.HOST, slots, staging, deadline=soon())
-        assert reader.changed() == set()
-
     def test_an_error_in_the_peer_fails_the_read_and_not_the_connection(
         self, source: Source, reader: Reader
     ) -> None:
-        connection = reader.transport.connect(source.handle)
-        connection._tiers[Tier.HOST] = 10**6  # so that only the peer notices
+        connection = reader.transport.connect(source.handle, Tier.HOST)
+        connection._slots = 10**6  # so that only the peer notices
         first = [reader.staging.start]
         with pytest.raises(TransferFailed, match="peer failed"):
-            connection.fetch(Tier.HOST, [SLOTS[Tier.HOST]], first, deadline=soon())
-        assert reader.transport.quarantined() == frozenset()
-        connection.fetch(Tier.HOST, [0], first, deadline=soon())
-
-    def test_slots_of_another_size_are_refused(self, mortal: Source, reader: Reader) -> None:
-        with pytest.raises(TransportUnavailable, match=r"65536 bytes, ours 4096"):
-            reader.transport.connect(mortal.handle)
+            connection.fetch([SLOTS[Tier.HOST]], first, deadline=soon())
+        assert reader.transport.quarantined(Tier.HOST) == frozenset()
+        connection.fetch([0], first, deadline=soon())
 
 
 class TestDeadAndHungPeers:
     def test_a_peer_killed_before_the_read_fails_it(
         self, mortal: Source, big_reader: Reader
     ) -> None:
-        connection = big_reader.transport.connect(mortal.handle)
+        connection = big_reader.transport.connect(mortal.handle, Tier.HOST)
         first = [big_reader.staging.start]
-        connection.fetch(Tier.HOST, [0], first, deadline=soon())
+        connection.fetch([0], first, deadline=soon())
         mortal.signal(signal.SIGKILL)
         with pytest.raises(TransferFailed):
-            connection.fetch(Tier.HOST, [1], first, deadline=soon())
+            connection.fetch([1], first, deadline=soon())
         assert not connection.alive()
-        wait_until(lambda: not big_reader.transport.quarantined())
+        wait_until(lambda: not big_reader.transport.quarantined(Tier.HOST))
         with pytest.raises(TransportUnavailable):
-            big_reader.transport.connect(mortal.handle)
+            big_reader.transport.connect(mortal.handle, Tier.HOST)
 
     def test_a_peer_killed_during_the_read_fails_it(
         self, mortal: Source, big_reader: Reader
     ) -> None:
-        connection = big_reader.transport.connect(mortal.handle)
+        connection = big_reader.transport.connect(mortal.handle, Tier.HOST)
         mortal.signal(signal.SIGSTOP)
         failures: list[BaseException] = []
         begun = threading.Event()
@@ -207,7 +141,7 @@ class TestDeadAndHungPeers:
         def read() -> None:
             begun.set()
             try:
-                connection.fetch(Tier.HOST, range(256), list(big_reader.staging), deadline=soon())
+                connection.fetch(range(256), list(big_reader.staging), deadline=soon())
             except BaseException as exc:
                 failures.append(exc)
 
@@ -217,20 +151,20 @@ class TestDeadAndHungPeers:
         mortal.signal(signal.SIGKILL)
         thread.join()
         assert [type(failure) for failure in failures] == [TransferFailed]
-        wait_until(lambda: not big_reader.transport.quarantined())
+        wait_until(lambda: not big_reader.transport.quarantined(Tier.HOST))
 
     def test_nothing_arrives_after_a_timeout_once_the_quarantine_is_over(
         self, mortal: Source, big_reader: Reader
     ) -> None:
         transport, staging = big_reader.transport, list(big_reader.staging)
-        connection = transport.connect(mortal.handle)
+        connection = transport.connect(mortal.handle, Tier.HOST)
         mortal.signal(signal.SIGSTOP)
         with pytest.raises(TransferTimeout):
-            connection.fetch(Tier.HOST, range(256), staging, deadline=soon(0.2))
-        wait_until(lambda: not transport.quarantined())
+            connection.fetch(range(256), staging, deadline=soon(0.2))
+        wait_until(lambda: not transport.quarantined(Tier.HOST))
         mortal.signal(signal.SIGCONT)
         # Whatever the resumed peer still sends for the first read comes before this answer.
-        rows = transport.connect(mortal.handle).fetch(Tier.HOST, [7], staging[:1], deadline=soon())
+        rows = transport.connect(mortal.handle, Tier.HOST).fetch([7], staging[:1], deadline=soon())
         assert torch.equal(rows, mortal.contents[Tier.HOST][1][[7]])
         assert big_reader.changed() == set(staging[:1])
 
@@ -240,15 +174,15 @@ class TestDeadAndHungPeers:
         monkeypatch.setattr(module, "CONNECT_LIMIT_S", 0.1)
         mortal.signal(signal.SIGSTOP)
         with pytest.raises(TransportUnavailable, match="no answer"):
-            big_reader.transport.connect(mortal.handle)
+            big_reader.transport.connect(mortal.handle, Tier.HOST)
 
     def test_close_does_not_wait_for_a_hung_peer(
         self, mortal: Source, big_reader: Reader, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        connection = big_reader.transport.connect(mortal.handle)
+        connection = big_reader.transport.connect(mortal.handle, Tier.HOST)
         mortal.signal(signal.SIGSTOP)
         with pytest.raises(TransferTimeout):
-            connection.fetch(Tier.HOST, [1], [big_reader.staging.start], deadline=soon(0.1))
+            connection.fetch([1], [big_reader.staging.start], deadline=soon(0.1))
         big_reader.transport.close()
         assert not big_reader.transport._thread.is_alive()
 
@@ -266,34 +200,88 @@ class HoldingRef:
 
 def test_staging_is_quarantined_while_xoscar_holds_a_buffer(reader: Reader) -> None:
     ref = HoldingRef()
-    connection = module.XoscarConnection(reader.transport, ref, {Tier.HOST: 48})
+    connection = module.XoscarConnection(reader.transport, ref, Tier.HOST, 48)
     with pytest.raises(TransferFailed, match="gone"):
-        connection.fetch(Tier.HOST, [1, 2, 9], [12, 13, 30], deadline=soon())
-    assert reader.transport.quarantined() == {12, 13, 30}
+        connection.fetch([1, 2, 9], [12, 13, 30], deadline=soon())
+    assert reader.transport.quarantined(Tier.HOST) == {12, 13, 30}
     del ref.buffers[0]
-    assert reader.transport.quarantined() == {12, 13, 30}
+    assert reader.transport.quarantined(Tier.HOST) == {12, 13, 30}
     ref.buffers.clear()
-    assert reader.transport.quarantined() == frozenset()
+    assert reader.transport.quarantined(Tier.HOST) == frozenset()
+
+
+class GpuSource:
+    """A device tier on a fake GPU, offered over a pool of this process."""
+
+    def __init__(self) -> None:
+        kv = {"layer": torch.zeros(6, 16, SLOT_BYTES // 64)}
+        layout, views = probe_layout(kv, num_blocks=6, block_tokens=16)
+        self.cuda = FakeCuda()
+        self.device = CudaDevice(layout, views, self.cuda)
+        self.arena = DeviceArena.create(8, SLOT_BYTES, "gpu", self.cuda)
+        self.host = Arena.create(1, SLOT_BYTES, "host")
+        for slot, row in enumerate(host(self.arena.data)):
+            row.fill_(slot + 1)
+        self.arena.meta[:, 0] = torch.arange(1, 9)
+        arenas: dict[Tier, Any] = {Tier.DEVICE: self.arena, Tier.HOST: self.host}
+        self.transport = module.XoscarTransport(
+            views={tier: SlotView(arena.data, arena.meta) for tier, arena in arenas.items()},
+            slot_bytes=SLOT_BYTES,
+            staging=range(1),
+            host="127.0.0.1",
+            device=self.device,
+        )
+        self.handle = handle_of(self.transport, arenas)
+
+    def close(self) -> None:
+        self.transport.close()
+        self.device.close()
+        self.arena.close()
+        self.host.close()
+        self.cuda.check_balanced()
+
+
+class TestGpuMemory:
+    @pytest.fixture
+    def gpu(self) -> Iterator[GpuSource]:
+        made = GpuSource()
+        yield made
+        made.close()
+
+    def test_slots_of_a_gpu_travel_through_host_memory(
+        self, gpu: GpuSource, reader: Reader
+    ) -> None:
+        connection = reader.transport.connect(gpu.handle, Tier.DEVICE)
+        slots, staging = [6, 2, 3, 4, 2], [12, 20, 21, 22, 30]
+        rows = connection.fetch(slots, staging, deadline=soon())
+        assert rows[:, 0].tolist() == [slot + 1 for slot in slots]
+        assert reader.host[staging].tolist() == [[slot + 1] * SLOT_BYTES for slot in slots]
+        assert reader.changed() == set(staging)
+        assert connection.staging is Tier.HOST
+
+    def test_a_copy_that_cuda_refuses_fails_that_read_only(
+        self, gpu: GpuSource, reader: Reader
+    ) -> None:
+        connection = reader.transport.connect(gpu.handle, Tier.DEVICE)
+        gpu.cuda.fail("memcpy", "cudaErrorIllegalAddress")
+        with pytest.raises(TransferFailed, match=r"peer failed.*cudaErrorIllegalAddress"):
+            connection.fetch([1], [12], deadline=soon())
+        assert connection.fetch([1], [12], deadline=soon())[0, 0] == 2
+
+    def test_nothing_is_copied_from_the_gpu_after_close(
+        self, gpu: GpuSource, reader: Reader
+    ) -> None:
+        reader.transport.connect(gpu.handle, Tier.DEVICE).fetch([1], [12], deadline=soon())
+        gpu.transport.close()
+        assert not [t for t in threading.enumerate() if t.name.startswith("xavier-bounce")]
 
 
 class TestLifecycle:
-    def test_close_is_idempotent_and_final(self, source: Source) -> None:
-        reader = Reader("xoscar-tcp")
-        connection = reader.transport.connect(source.handle)
-        reader.close()
-        reader.close()
-        assert not connection.alive()
-        assert not reader.transport._thread.is_alive()
-        with pytest.raises(TransferFailed, match="closed"):
-            connection.fetch(Tier.HOST, [0], [reader.staging.start], deadline=soon())
-        with pytest.raises(TransportUnavailable):
-            reader.transport.connect(source.handle)
-
     def test_two_pools_of_one_process_reach_each_other(self, reader: Reader) -> None:
         other = Reader("xoscar-tcp")
         other.arenas[Tier.HOST].data[2].fill_(17)
-        connection = reader.transport.connect(handle_of(other.transport, other.arenas))
-        connection.fetch(Tier.HOST, [2], [reader.staging.start], deadline=soon())
+        connection = reader.transport.connect(handle_of(other.transport, other.arenas), Tier.HOST)
+        connection.fetch([2], [reader.staging.start], deadline=soon())
         assert reader.host[reader.staging.start].eq(17).all()
         other.close()
 
@@ -325,4 +313,4 @@ class TestLifecycle:
 
     def test_a_peer_without_a_pool_is_unavailable(self, source: Source, reader: Reader) -> None:
         with pytest.raises(TransportUnavailable, match="no xoscar pool"):
-            reader.transport.connect(replace(source.handle, xoscar=None))
+            reader.transport.connect(replace(source.handle, xoscar=None), Tier.HOST)

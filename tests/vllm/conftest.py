@@ -73,6 +73,7 @@ def make(vllm_config: VllmConfig, scheduler_class: type[Scheduler]) -> Iterator[
     yield build
     for engine in engines:
         engine.scheduler.shutdown()
+        engine.worker.close()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -133,9 +133,13 @@ class FakeWorker:
         host_slots: int,
         ranks: int,
         registry: Registry,
+        device: str = "cpu",
     ) -> None:
         self.ranks = ranks
+        self.device = device
         self.second_rank_fails: set[int] = set()
+        self.second_rank_fails_demotions: set[int] = set()
+        self.second_rank_fails_promotions: set[int] = set()
         self._second_rank: list[StoreResult] = []
         self.name = name
         self.arenas = Arenas()
@@ -144,6 +148,7 @@ class FakeWorker:
         self.hold_stores = False
         self.load_fault: LoadFault = lambda job, row: None
         self.store_fault: StoreFault = no_store_fault
+        self.failed_promotions: set[int] = set()
         self.loads: list[tuple[LoadJob, dict[int, tuple[WorkerHandle, ...]]]] = []
         self.stores: list[StoreJob] = []
         self.loads_seen: list[LoadJob] = []
@@ -151,6 +156,8 @@ class FakeWorker:
         self.reported: Counter[str] = Counter()
         """Load reports by request."""
         self.invalid_reported: list[set[int]] = []
+        self.starts: dict[str, int] = {}
+        """From which token on each request was computed when it first ran."""
         self.load_seconds = 1e-6
         """What each segment of a load reports as its duration."""
         self.extra_results = WorkerMeta()
@@ -172,7 +179,7 @@ class FakeWorker:
         handle = WorkerHandle(rank=rank, host_id=self.name, layout_digest="fake", arenas={})
         return Handshake(
             worker=handle,
-            device="cpu",
+            device=self.device,
             device_slots=self._slots[0],
             host_slots=self._slots[1],
             staging_slots=1,
@@ -222,6 +229,12 @@ class FakeWorker:
             kv_connector_output=report,
         )
 
+    def wait(self, result: ModelRunnerOutput) -> None:
+        """Return when the tokens of a step are there. Here they always are."""
+
+    def close(self) -> None:
+        """End what runs in the background: nothing."""
+
     def _forward(self, output: SchedulerOutput) -> dict[str, list[int]]:
         computed: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
@@ -230,6 +243,7 @@ class FakeWorker:
                 tokens = [0] * (0 if new.prompt_embeds is None else len(new.prompt_embeds))
             self._running[new.req_id] = _Running(list(tokens), list(new.block_ids[0]))
             computed[new.req_id] = new.num_computed_tokens
+            self.starts.setdefault(new.req_id, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for row, request_id in enumerate(cached.req_ids):
             new_blocks = cached.new_block_ids[row]
@@ -296,8 +310,23 @@ class FakeWorker:
                     self._invalid.add(block_id)
             offset += len(segment.rows)
             segments.append(result)
+        result = LoadResult(job.job_id, job.request_id, segments)
+        if not any(segment.failed_rows for segment in segments):
+            result.promoted = self._promote(job)
         self._finished.add(job.request_id)
-        self._loaded.append(LoadResult(job.job_id, job.request_id, segments))
+        self._loaded.append(result)
+
+    def _promote(self, job: LoadJob) -> set[int]:
+        promoted = set()
+        for row, (host, device, generation) in enumerate(job.promotions.tolist()):
+            self._in_range(Tier.DEVICE, device)
+            content = self.arenas.read(Tier.HOST, host)[1]
+            if row in self.failed_promotions:
+                self.arenas.write(Tier.DEVICE, device, 0, GARBAGE)
+            else:
+                self.arenas.write(Tier.DEVICE, device, generation, content)
+                promoted.add(row)
+        return promoted
 
     def run_stores(self) -> None:
         """Run the stores that wait, in order."""
@@ -344,9 +373,12 @@ class FakeWorker:
             self.invalid_reported.append(invalid)
         meta = WorkerMeta(stored, loaded, step=step).aggregate(extra)
         if self.ranks == 2:
-            meta = meta.aggregate(WorkerMeta(self._second_rank, list(loaded)))
-            fails = self.second_rank_fails
-            self._second_rank = [StoreResult(r.job_id, set(), set(fails)) for r in stored]
+            again = [
+                replace(r, promoted=r.promoted - self.second_rank_fails_promotions) for r in loaded
+            ]
+            meta = meta.aggregate(WorkerMeta(self._second_rank, again))
+            moves, fails = self.second_rank_fails_demotions, self.second_rank_fails
+            self._second_rank = [StoreResult(r.job_id, set(moves), set(fails)) for r in stored]
         return KVConnectorOutput(
             finished_recving=finished or None,
             invalid_block_ids=invalid,

@@ -71,8 +71,7 @@ BOUNDARIES = [
 def test_the_engine_goes_on(
     make: Make, monkeypatch: pytest.MonkeyPatch, boundary: str, every: int
 ) -> None:
-    # Slots whose commit raised stay lost, so there are plenty.
-    engine = make(blocks=64, device_slots=4, host_slots=160)
+    engine = make(blocks=64, device_slots=4, host_slots=40)
     for seed in range(3):
         engine.ask(prompt_of(seed, 50))
     engine.forget_local()

@@ -37,6 +37,7 @@ class Fuzz:
             host_slots=self.chance.choice([2, 8, 40]),
             late_forward=self.chance.random() < 0.5,
             max_tokens_per_step=self.chance.choice([48, 256]),
+            device=self.chance.choice(["cpu", "cuda"]),
         )
         self.operations: list[tuple[int, Callable[[], None]]] = [
             (60, self.step),
@@ -51,6 +52,7 @@ class Fuzz:
             (3, self.time),
             (2, self.noise),
             (1, self.reset),
+            (2, self.limit),
             (8, self.forget),
         ]
         for number in (1, 2):
@@ -138,6 +140,7 @@ class Fuzz:
         def store_fault(job: StoreJob) -> tuple[set[int], set[int]]:
             return some(len(job.demotions)), some(len(job.stores))
 
+        self.engine.worker.failed_promotions = some(8)
         self.engine.worker.load_fault = load_fault
         self.engine.worker.store_fault = store_fault
 
@@ -174,6 +177,14 @@ class Fuzz:
         else:
             self.engine.side.clear()
 
+    def limit(self) -> None:
+        """Change the limits of both tiers: mostly to nothing of the device tier, or all of it."""
+        device, host = self.engine.index.counters().capacity
+        self.engine.side.set_limits(
+            self.chance.choice([0, device, device, self.chance.randint(0, device)]),
+            self.chance.choice([host, host, host, self.chance.randint(0, host)]),
+        )
+
     def forget(self) -> None:
         """Let vLLM evict what nobody uses."""
         free = self.engine.pool.free_block_queue.get_all_free_blocks()
@@ -191,7 +202,7 @@ def test_random_lives(make: Make, seed: int) -> None:
 def test_the_fuzz_meets_what_it_is_for(make: Make) -> None:
     """Loads from both kinds of sources, failures, preemptions, resets: else it proves nothing."""
     loaded: set[str] = set()
-    failures = preemptions = resets = saved = 0
+    failures = preemptions = resets = saved = limited = 0
     for seed in range(100, 106):
         engine: Engine = (fuzz := Fuzz(make, seed)).engine
         fuzz.run(400)
@@ -199,6 +210,7 @@ def test_the_fuzz_meets_what_it_is_for(make: Make) -> None:
         failures += engine.traffic["failed_blocks"]
         resets += engine.traffic["resets"]
         saved += engine.traffic["saved_blocks"]
+        limited += engine.index.counters().totals.limit_evictions
         preemptions += sum(request.num_preemptions for request in engine.requests.values())
     assert loaded == {"peer_device", "own_device", "own_host"}
-    assert min(failures, preemptions, resets, saved) > 0
+    assert min(failures, preemptions, resets, saved, limited) > 0

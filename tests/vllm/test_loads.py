@@ -4,15 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 from conftest import Make
+from fake_worker import BLOCK, SLOT_BYTES
 from vllm.v1.request import RequestStatus
 from vllm_harness import Engine, keys_of, prompt_of, share
 
 from xinference_xavier.control.runtime import ReservationState
-from xinference_xavier.store.jobs import LoadJob, LoadResult, StoreResult
+from xinference_xavier.store.jobs import OWN_STORE, LoadJob, LoadResult, StoreResult
+from xinference_xavier.vllm.counters import Counters
 from xinference_xavier.vllm.metadata import WorkerMeta
+from xinference_xavier.vllm.pace import Pace
+from xinference_xavier.vllm.sources import MOST_SOURCES, Part, Sources
 
 PROMPT = prompt_of(1, 100)
 BLOCKS = 6
@@ -70,6 +75,49 @@ def test_a_failed_load_tells_the_peers_breaker(engine: Engine) -> None:
     assert engine.control.reports == [(1, False, "broken")]
 
 
+def test_a_load_counts_once_however_many_ranks_report_it(make: Make) -> None:
+    engine = make(ranks=2)
+    half_own_half_peers(engine)
+    engine.worker.load_fault = fail_rows(4)
+    engine.ask(PROMPT)
+    assert engine.control.reports == [(1, False, "broken")]
+    assert engine.traffic["loads_failed"] == {"broken": 1}
+    sources = engine.side.status()["sources"]
+    # The peer's blocks up to the failed one; bytes are those of both ranks.
+    assert [(s["loads"], s["blocks"], s["failures"]) for s in sources.values()] == [
+        (1, 3, 0),
+        (1, 2, 1),
+    ]
+    assert [s["nbytes"] for s in sources.values()] == [6 * SLOT_BYTES, 4 * SLOT_BYTES]
+
+
+def test_members_that_left_long_ago_are_forgotten() -> None:
+    sources = Sources(
+        control=Mock(),
+        info=lambda member: None,
+        pace=Pace(),
+        counters=Counters(),
+        block_tokens=BLOCK,
+    )
+    for member in (OWN_STORE, *range(1, MOST_SOURCES + 10)):
+        sources.judge([Part(member, rows=1, nbytes=5, seconds=1.0), Part(member, 1, reason="late")])
+    kept = sources.to_dict()
+    assert len(kept) == MOST_SOURCES
+    assert next(iter(kept)) == "own"
+    assert f"member {MOST_SOURCES + 9}" in kept
+    # What brought nothing says nothing of the speed.
+    assert kept["own"]["mb_per_s"] == 5 / 1e6
+
+
+def test_a_peer_is_not_blamed_for_what_was_not_read(engine: Engine) -> None:
+    half_own_half_peers(engine)
+    engine.worker.load_fault = lambda job, row: "skipped" if row >= 3 else None
+    engine.ask(PROMPT)
+    assert engine.control.reports == []
+    assert engine.traffic["loads_failed"] == {"skipped": 1}
+    engine.check_all()
+
+
 def test_the_next_request_may_load_again(engine: Engine) -> None:
     half_own_half_peers(engine)
     engine.worker.load_fault = fail_rows(3)
@@ -102,6 +150,23 @@ def test_a_peer_that_vanished_is_a_failed_load(engine: Engine) -> None:
     engine.check_answers()
     assert engine.loaded_tokens == 48
     assert peer.leases == 1, "the source's reaper ends it"
+
+
+def test_a_load_that_does_not_fit_beside_a_loaded_request_lets_that_one_run(make: Make) -> None:
+    """vLLM keeps blocks for the loaded one and would never get to it behind the other."""
+    engine = make(blocks=24)
+    early, late = prompt_of(1, 150), prompt_of(2, 231)
+    share(engine, 1, early)
+    share(engine, 1, late, 0, 10)
+    engine.control.answers_at_once = False
+    ids = [engine.add(early), engine.add(late)]
+    (asked, keys) = engine.control.unanswered.pop(1)
+    engine.control._answer(asked, keys)
+    engine.until(lambda: engine.side._parts.loaded)
+    engine.control.answer_all()
+    engine.run()
+    assert set(ids) == set(engine.reasons)
+    engine.check_all()
 
 
 # --- grants ------------------------------------------------------------------------------------

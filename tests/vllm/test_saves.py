@@ -172,6 +172,37 @@ def test_a_block_that_one_rank_failed_to_copy_is_dropped(make: Make) -> None:
     engine.check_all()
 
 
+def test_where_one_rank_failed_to_demote_both_blocks_are_gone(make: Make) -> None:
+    """On the other rank the new block has overwritten the one that was to move."""
+    engine = make(ranks=2, device_slots=2)
+    engine.ask(PROMPT[:40], 1)
+    engine.worker.second_rank_fails_demotions = engine.worker.second_rank_fails = {0}
+    other = prompt_of(2, 40)
+    engine.ask(other, 1)
+    totals = engine.index.counters().totals
+    assert (totals.demotions, totals.failed_demotions, totals.failed_stores) == (1, 1, 1)
+    # The end of the old prefix is what was to move first; the start of the new one took its slot.
+    assert engine.control.published == {keys_of(PROMPT)[0], keys_of(other)[1]}
+    engine.check_all()
+
+
+@pytest.mark.parametrize("rows", [({7}, set()), (set(), {99}), ({-1}, {0})])
+def test_a_report_that_makes_no_sense_costs_no_slot(
+    engine: Engine, rows: tuple[set[int], set[int]]
+) -> None:
+    engine.worker.store_fault = lambda job: rows
+    engine.ask(PROMPT)
+    counters = engine.index.counters()
+    assert engine.traffic["errors"] == {"commit": 1}
+    assert (counters.jobs, counters.staging, counters.device_free) == (0, 0, 24)
+    engine.worker.store_fault = lambda job: (set(), set())
+    engine.forget_local()
+    engine.ask(PROMPT)
+    assert engine.control.published == set(keys_of(PROMPT))
+    engine.check_empty(errors=True)
+    engine.check_store()
+
+
 # --- reset ----------------------------------------------------------------------------------------
 
 

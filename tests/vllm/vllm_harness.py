@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from deferred_worker import DeferredWorker
 from fake_peers import FakePeer, StandInControl
 from fake_worker import BLOCK, FakeWorker, Registry, answer_of, contents_of
 from vllm.config import KVTransferConfig, VllmConfig
@@ -62,7 +63,8 @@ class Engine:
     """One replica.
 
     ``late_forward`` runs a step's forward as late as the batch queue allows, instead of at once.
-    With ``directory`` the real control plane is used, else a :class:`StandInControl`.
+    With ``directory`` the real control plane is used, else a :class:`StandInControl`. With an
+    ``order`` of ``tests.deferring`` the worker side is the real one, on a device of that order.
     """
 
     def __init__(
@@ -80,22 +82,31 @@ class Engine:
         registry: Registry | None = None,
         late_forward: bool = False,
         ranks: int = 1,
+        device: str = "cpu",
         max_tokens_per_step: int | None = None,
+        order: str | None = None,
+        seed: int = 0,
     ) -> None:
         self.registry: Registry = {} if registry is None else registry
         self.clock = Clock()
         self.late_forward = late_forward
-        self.worker = FakeWorker(
-            name,
-            blocks=blocks,
-            device_slots=device_slots,
-            host_slots=host_slots,
-            ranks=ranks,
-            registry=self.registry,
+        slots = {"blocks": blocks, "device_slots": device_slots, "host_slots": host_slots}
+        self.worker: FakeWorker = (
+            FakeWorker(name, **slots, ranks=ranks, registry=self.registry, device=device)
+            if order is None
+            else DeferredWorker(
+                name, **slots, config=base, registry=self.registry, order=order, seed=seed
+            )
         )
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
+        self.usages: dict[str, dict[str, int]] = {}
+        """What came back with each finished answer about its prompt tokens."""
+        self.cached: dict[str, int] = {}
+        """vLLM's own count of them."""
+        self.sent: list[Any] = []
+        """Statistics that vLLM would send to its metrics, in their order."""
         self.aborted: set[str] = set()
         self._depth = 2 if issubclass(scheduler_class, AsyncScheduler) else 1
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput | None]] = deque()
@@ -222,13 +233,20 @@ class Engine:
         output, result = self._queue.popleft()
         if result is None:
             result = self.worker.execute(output)
+        self.worker.wait(result)
         for outputs in self.scheduler.update_from_output(output, result).values():
+            if outputs.scheduler_stats is not None and outputs.scheduler_stats.kv_connector_stats:
+                self.sent.append(outputs.scheduler_stats.kv_connector_stats)
             for item in outputs.outputs:
+                if item.prefill_stats is not None:
+                    self.cached[item.request_id] = item.prefill_stats.num_cached_tokens
                 self.answers[item.request_id].extend(item.new_token_ids)
                 if item.finish_reason is not None:
                     if item.request_id in self.reasons:
                         raise AssertionError(f"{item.request_id} finished twice")
                     self.reasons[item.request_id] = str(item.finish_reason)
+                    if item.kv_transfer_params is not None:
+                        self.usages[item.request_id] = item.kv_transfer_params["xavier"]
 
     def preempt(self, request_id: str) -> None:
         """Do to one request what ``reset_prefix_cache(reset_running_requests=True)`` does to all.
@@ -318,7 +336,8 @@ class Engine:
             if status[name]:
                 raise AssertionError(f"{name} is {status[name]}")
         counters = self.index.counters()
-        if counters.leases or counters.staging or counters.demoting or counters.jobs:
+        writing = counters.staging + counters.demoting + counters.promoting
+        if counters.leases or writing or counters.jobs:
             raise AssertionError(f"left in the index: {counters}")
         peers = getattr(self, "control", None)
         for peer in peers.peers.values() if peers is not None else ():
@@ -349,6 +368,7 @@ class Engine:
             "promises": len(parts.lookups.promises),
             "loaded": len(parts.loaded),
             "tracked": len(parts.saves._tracked),
+            "usages": len(side._usages),
         }
 
     def check_all(self) -> None:

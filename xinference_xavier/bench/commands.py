@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from xinference_xavier.cli.output import STDOUT, json_option
 
 if TYPE_CHECKING:
     from xinference_xavier.bench.report import Report
@@ -72,12 +75,6 @@ class Bytes(click.ParamType):
         return size.bytes
 
 
-json_option = click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Also write everything that was measured to this file.",
-)
 rounds_option = click.option(
     "--rounds", type=click.IntRange(2), default=12, show_default=True, help="Measured rounds."
 )
@@ -138,7 +135,7 @@ def warm(
     tiny: bool,
     core: int | None,
     logs: Path | None,
-    json_file: Path | None,
+    json_file: str | None,
 ) -> None:
     """Time to first token of a prefix: computed, local, or loaded from a replica."""
     from xinference_xavier.bench import warm as bench
@@ -171,7 +168,7 @@ def cold(
     tiny: bool,
     core: int | None,
     logs: Path | None,
-    json_file: Path | None,
+    json_file: str | None,
 ) -> None:
     """Time to first token of prompts that nobody has seen, with Xavier and without."""
     from xinference_xavier.bench import cold as bench
@@ -206,7 +203,7 @@ def store(
     batch: int,
     rounds: int,
     arena_bytes: int,
-    json_file: Path | None,
+    json_file: str | None,
 ) -> None:
     """Cost of admitting a block into a full store, by its size and leases."""
     from xinference_xavier.bench import store as bench
@@ -237,7 +234,7 @@ def transfer(
     transports: tuple[str, ...],
     rounds: int,
     arena_bytes: int,
-    json_file: Path | None,
+    json_file: str | None,
 ) -> None:
     """Speed of each transport between two processes, against its floor."""
     from xinference_xavier.bench import transfer as bench
@@ -261,7 +258,7 @@ def _run(
     name: str,
     measure: Callable[[Report], dict[str, Any]],
     show: Callable[[dict[str, Any], Report], None],
-    json_file: Path | None,
+    json_file: str | None,
 ) -> None:
     """Measure, print, write."""
     from xinference_xavier.bench.report import Report, machine, save
@@ -269,6 +266,9 @@ def _run(
     report = Report()
     where = machine()
     result = {"benchmark": name, "machine": where} | measure(report)
+    if json_file == STDOUT:
+        click.echo(json.dumps(result, indent=2, allow_nan=False))
+        return
     show(result, report)
     if where["disturbed"]:
         report.note(
@@ -276,5 +276,5 @@ def _run(
             f"{where['cores']} cores at the start): do not believe these figures."
         )
     if json_file is not None:
-        save(json_file, result)
+        save(Path(json_file), result)
         report.say(f"written to {json_file}")

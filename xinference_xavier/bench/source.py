@@ -64,7 +64,7 @@ def _serve(pipe: Pipe, slots: int, layout_digest: str) -> None:
     transports = Transports.start(
         choice="auto",
         arenas={Tier.HOST: arena},
-        staging=range(slots - 1, slots),
+        staging={Tier.HOST: range(slots - 1, slots)},
         host=HOST,
         layout_digest=layout_digest,
     )

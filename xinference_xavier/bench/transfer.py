@@ -31,7 +31,7 @@ from xinference_xavier.transport.base import Connection, TransportUnavailable
 from xinference_xavier.transport.loader import LoadEngine
 from xinference_xavier.transport.nixl_agent import Agent, Region, State
 from xinference_xavier.transport.pool import StagingPool
-from xinference_xavier.transport.select import PREFERENCE, Transports
+from xinference_xavier.transport.select import Transports
 
 LEAST_RATIO: Final = 0.8
 FROM_BLOCKS: Final = 64
@@ -50,7 +50,7 @@ class Settings:
     """``counts`` are numbers of blocks; ``arena_bytes`` the size of the source's arena."""
 
     counts: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
-    transports: tuple[str, ...] = PREFERENCE
+    transports: tuple[str, ...] = ("shm", "nixl", "xoscar")
     rounds: int = 12
     arena_bytes: int = 256 << 20
 
@@ -66,7 +66,7 @@ class _Reader:
         self._transports = Transports.start(
             choice=transport,
             arenas={Tier.HOST: arena},
-            staging=self.staging,
+            staging={Tier.HOST: self.staging},
             host=HOST,
             layout_digest=cache.layout.digest(),
         )
@@ -75,7 +75,7 @@ class _Reader:
             arenas={Tier.HOST: arena},
             device=cache.device,
             verify="off",
-            staging=self.staging,
+            staging={Tier.HOST: self.staging},
             transports=self._transports,
         )
         self._connection: Connection | None = None
@@ -85,7 +85,8 @@ class _Reader:
             self._connection = self._transports.connect(
                 MEMBER,
                 offer.handle,
-                pool=StagingPool(self.staging, self._transports.quarantined),
+                Tier.HOST,
+                pools={Tier.HOST: StagingPool(self.staging, frozenset)},
                 deadline=time.monotonic() + LIMIT_S,
             )
             # Once through all of the source: the first access to a mapped page is a fault, which
@@ -124,7 +125,7 @@ class _Reader:
             n = min(len(self.staging), count - at)
             slots = range(first + at, first + at + n)
             deadline = time.monotonic() + LIMIT_S
-            self._connection.fetch(Tier.HOST, slots, self.staging[:n], deadline=deadline)
+            self._connection.fetch(slots, self.staging[:n], deadline=deadline)
         return time.perf_counter() - started
 
     def close(self) -> None:

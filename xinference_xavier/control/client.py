@@ -15,6 +15,9 @@ from xinference_xavier.control.messages import MemberInfo, Timing
 
 PEER_UID = "xinference-xavier-peer"
 
+PEER_METHODS = ("describe", "clear", "set_limits", "close")
+"""What operators may ask of a peer."""
+
 LOOPBACK = "127.0.0.1"
 
 T = TypeVar("T")
@@ -111,12 +114,12 @@ async def directory_members(
 async def peer_call(
     address: str, method: str, *args: Any, timeout_s: float = 5.0
 ) -> dict[str, Any]:
-    """Call ``describe``, ``clear`` or ``close`` of the peer at ``address``.
+    """Call ``describe``, ``clear``, ``set_limits`` or ``close`` of the peer at ``address``.
 
     ``close`` takes its own deadline in seconds as an argument; give ``timeout_s`` a little more.
     """
-    if method not in ("describe", "clear", "close"):
-        raise ValueError(f"method={method!r} is not one of 'describe', 'clear', 'close'")
+    if method not in PEER_METHODS:
+        raise ValueError(f"method={method!r} is not one of {', '.join(PEER_METHODS)}")
 
     async def call() -> dict[str, Any]:
         await reach(address, timeout_s)

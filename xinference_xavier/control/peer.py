@@ -27,6 +27,7 @@ from xinference_xavier.control.messages import (
     pack_rows,
     unpack_keys,
 )
+from xinference_xavier.store.jobs import Tier
 from xinference_xavier.store.records import StoreClosed
 from xinference_xavier.store.threads import start_thread
 
@@ -45,11 +46,16 @@ T = TypeVar("T")
 StatusHook = Callable[[], dict[str, Any]]
 ClearHook = Callable[[], dict[str, Any] | None]
 CloseHook = Callable[[float], dict[str, Any]]
+LimitHook = Callable[[int | None, int | None], dict[str, Any]]
+WithdrawHook = Callable[[], None]
 
 
 @dataclass(slots=True)
 class PeerState:
     """What a replica puts into its peer. ``epochs`` are all that this process ever had.
+
+    ``withdraw_hook`` tells the directory of blocks that went with the leases on them, where a
+    tier's limit was lowered. It is called on the control thread and returns at once.
 
     A request that names an older epoch of this same process meets the same index and is served;
     one that names an epoch of an earlier process at this address is not.
@@ -61,6 +67,8 @@ class PeerState:
     status_hook: StatusHook
     clear_hook: ClearHook
     close_hook: CloseHook
+    limit_hook: LimitHook
+    withdraw_hook: WithdrawHook
     timing: Timing = field(default_factory=Timing)
     epochs: set[int] = field(default_factory=set)
 
@@ -130,6 +138,44 @@ class PeerActor(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
         return LeaseGrant(first, pack_rows(rows), tuple(further), missing)
 
     @no_lock
+    async def sample(
+        self,
+        fingerprint: bytes,
+        epoch: int,
+        reader: str,
+        tier: int,
+        count: int,
+        duration_s: float,
+    ) -> LeaseGrant | Refused:
+        """Lease up to ``count`` blocks of a tier, at most ``LEASE_KEYS``, whichever they are.
+
+        For who wants to see whether they can be read. No rows where nothing is stored.
+        """
+        if refusal := self._refusal(fingerprint, epoch):
+            return refusal
+        count = min(count, LEASE_KEYS)
+        duration = min(duration_s, self._state.timing.heartbeat_s)
+        index = self._state.index
+        keys: list[bytes] = []
+        try:
+            # The host tier's slots come behind those of the device tier.
+            cursor: int | None = index.counters().capacity[Tier.DEVICE] if tier else 0
+            while cursor is not None and len(keys) < count:
+                page, cursor = index.snapshot(cursor)
+                keys += page
+                await asyncio.sleep(0)
+            grant = index.acquire(
+                keys[:count],
+                reader=reader,
+                request="sample",
+                now=time.monotonic(),
+                duration=duration,
+            )
+        except StoreClosed:
+            return Refused.CLOSED
+        return LeaseGrant(grant.lease_id, pack_rows(grant.rows))
+
+    @no_lock
     async def renew(self, epoch: int, leases: list[int], duration_s: float) -> list[bool]:
         """Extend leases to ``duration_s`` seconds from now; False for those that have ended."""
         if epoch not in self._state.epochs:
@@ -165,6 +211,11 @@ class PeerActor(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
         return await _in_thread(self._state.clear_hook) or {}
 
     @no_lock
+    async def set_limits(self, device_slots: int | None, host_slots: int | None) -> dict[str, Any]:
+        """Let each tier hold at most so many blocks; None leaves a limit as it is."""
+        return await _in_thread(partial(self._state.limit_hook, device_slots, host_slots))
+
+    @no_lock
     async def close(self, deadline_s: float) -> dict[str, Any]:
         """Close the store within ``deadline_s`` seconds and return its final counters.
 
@@ -190,6 +241,7 @@ class PeerActor(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
             await asyncio.sleep(self._state.timing.reap_s)
             try:
                 self._state.index.reap(time.monotonic())
+                self._state.withdraw_hook()
             except StoreClosed:
                 return
             except Exception:

@@ -42,9 +42,11 @@ from xinference_xavier.control.mirror import Mirror
 from xinference_xavier.control.peer import (
     ClearHook,
     CloseHook,
+    LimitHook,
     PeerActor,
     PeerState,
     StatusHook,
+    WithdrawHook,
 )
 from xinference_xavier.control.session import DirectorySession, Outbox
 from xinference_xavier.store.threads import start_thread
@@ -75,7 +77,8 @@ class ControlRuntime:
     ``name`` is stable over restarts and unique in the namespace; ``host`` is the address to
     advertise (None: the local one on the route to the directory); ``directory`` is "host:port"
     (None: nothing is shared, but the peer still answers). ``workers`` are the handles of all
-    ranks. The hooks are called on threads of their own, never on the loop.
+    ranks. The hooks are called on threads of their own, never on the loop, but for
+    ``withdraw_hook``: see :class:`~xinference_xavier.control.peer.PeerState`.
     """
 
     def __init__(
@@ -92,6 +95,8 @@ class ControlRuntime:
         status_hook: StatusHook,
         clear_hook: ClearHook,
         close_hook: CloseHook,
+        limit_hook: LimitHook,
+        withdraw_hook: WithdrawHook,
         timing: Timing | None = None,
     ) -> None:
         # Here, because it brings torch: what only runs a directory imports this module, too.
@@ -115,6 +120,8 @@ class ControlRuntime:
             status_hook=status_hook,
             clear_hook=clear_hook,
             close_hook=close_hook,
+            limit_hook=limit_hook,
+            withdraw_hook=withdraw_hook,
             timing=self._timing,
         )
         self._epoch = self._new_epoch()
@@ -212,7 +219,7 @@ class ControlRuntime:
         """Whether the directory answered the last time it was asked."""
         return self._session is not None and self._session.connected
 
-    # -- engine thread: what we hold -----------------------------------------------------------
+    # -- any thread, one at a time: what we hold -----------------------------------------------
 
     def publish(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """Tell the directory, soon, of blocks that came and went. Never waits."""

@@ -57,16 +57,17 @@ Post = Callable[[Callable[[], None]], object]
 class Outbox:
     """Changes of what this replica holds, on their way to the directory.
 
-    The engine thread appends, the control thread takes; both ends of a deque are atomic. While
-    nobody collects (no directory) changes are dropped, for a snapshot will follow. Beyond
-    ``limit`` keys they are dropped too, and ``overflowed`` asks for that snapshot.
+    Those that append (the engine thread nearly always) do so one at a time, the control thread
+    takes; both ends of a deque are atomic. While nobody collects (no directory) changes are
+    dropped, for a snapshot will follow. Beyond ``limit`` keys they are dropped too, and
+    ``overflowed`` asks for that snapshot.
     """
 
     def __init__(self, limit: int = OUTBOX_KEYS) -> None:
         self.overflowed = False
         self._limit = limit
         self._changes: deque[Change | None] = deque()
-        # Keys ever put in (written by the engine thread) and taken out (by the control thread).
+        # Keys ever put in (written by who appends) and taken out (by the control thread).
         self._put = 0
         self._taken = 0
         self._collecting = False
@@ -74,7 +75,7 @@ class Outbox:
         self._awake = True
         self._filled = asyncio.Event()
 
-    # -- engine thread -------------------------------------------------------------------------
+    # -- any thread, one at a time -------------------------------------------------------------
 
     def put(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """Note that blocks came (``added``) or went (``removed``; a key in both came)."""

@@ -18,6 +18,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from xinference_xavier import smollm
+from xinference_xavier.cli.output import STDOUT, json_option, write_json
 from xinference_xavier.demo import report, story
 from xinference_xavier.demo.judge import Part
 from xinference_xavier.demo.server import DemoError, Server
@@ -27,12 +28,7 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @click.command()
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Also write everything that was seen to this file.",
-)
+@json_option
 @click.option(
     "--keep-logs",
     type=click.Path(file_okay=False, path_type=Path),
@@ -65,7 +61,7 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     help="Where SmolLM2 is kept once it is converted.  [default: in the user's cache]",
 )
 def command(
-    json_file: Path | None,
+    json_file: str | None,
     keep_logs: Path | None,
     transport: str,
     gpu_cache_bytes: str,
@@ -78,7 +74,7 @@ def command(
     memory, and leaves nothing behind but SmolLM2 in the cache. Exits with status 1, and says
     which part it is, if something is not as it should be.
     """
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 120, stderr=json_file == STDOUT)
     settings = story.Settings(
         model_dir or smollm.default_folder(), transport, gpu_cache_bytes, cpu_cache_bytes
     )
@@ -86,12 +82,10 @@ def command(
     try:
         parts, result = _run(settings, console, keep_logs)
     except (DemoError, smollm.ModelMissing) as error:
-        if json_file is not None:
-            report.write_json(json_file, report.broken(str(error)))
+        write_json(json_file, report.broken(str(error)))
         raise click.ClickException(str(error)) from error
     report.show(console, parts)
-    if json_file is not None:
-        report.write_json(json_file, result)
+    write_json(json_file, result)
     if not result["ok"]:
         advice = "" if keep_logs else "; --keep-logs DIR keeps the logs"
         raise click.ClickException(f"not as it should be: {', '.join(result['failed'])}{advice}")

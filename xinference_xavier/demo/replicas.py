@@ -196,7 +196,7 @@ def read_statuses(answer: Mapping[str, Any]) -> dict[str, Status]:
     return {
         replica["replica"]: replica["status"]
         for replica in answer["replicas"]
-        if "traffic" in replica.get("status", {})
+        if "traffic" in (replica["status"] or {})
     }
 
 

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Final
 
 import psutil
@@ -83,12 +81,6 @@ def surroundings() -> dict[str, Any]:
             "load_average_1min": os.getloadavg()[0],
         },
     }
-
-
-def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write the result as JSON, indented, replacing what is there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2, default=str) + "\n")
 
 
 def show(console: Console, parts: Sequence[Part]) -> None:

@@ -12,6 +12,9 @@ RECORD_FINAL: Final = "record_final"
 FINAL_REPORTS: Final = "final_reports"
 """Operations of the extension in the supervisor's process."""
 
+METRICS_SINK: Final = "xinference_xavier_replicas"
+"""What replicas report their metrics to, in their worker's process, in Xinference's words."""
+
 SUPERVISOR_UID: Final = "supervisor"
 WORKER_UID: Final = "worker"
 """Xinference's own uids of these actors; importing their classes would load all of it."""

@@ -8,9 +8,11 @@ from importlib.metadata import version
 from typing import Any, Final
 
 from xinference_xavier import __version__
-from xinference_xavier.extension.api import add_routes
+from xinference_xavier.extension.console import add_console
 from xinference_xavier.extension.names import FINAL_REPORTS, NAME, RECORD_FINAL
 from xinference_xavier.extension.registration import register_model_classes
+from xinference_xavier.extension.routes import add_routes
+from xinference_xavier.extension.web import add_script
 from xinference_xavier.features import check_version
 
 MOST_REPORTS: Final = 64
@@ -34,11 +36,20 @@ class XavierExtension:
         self._final: deque[dict[str, Any]] = deque(maxlen=MOST_REPORTS)
 
     def configure_api(self, context: Any) -> None:
-        """Put our routes before the stock ones. API process, at its start."""
+        """Put our routes and the console before the stock ones, and our script into the pages.
+
+        API process, at its start.
+        """
         add_routes(context)
+        add_console(context.app)
+        add_script(context.app)
 
     def worker_metadata(self) -> dict[str, str]:
         """Return what the supervisor knows of this worker. Worker process."""
+        # Here, because only workers call this hook, before they have any model.
+        from xinference_xavier.extension.exporter import install
+
+        install()
         return {"version": __version__}
 
     def filter_worker_resources(

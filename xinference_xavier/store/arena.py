@@ -25,8 +25,11 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
+
+from xinference_xavier.store.cuda import DeviceHandle
 
 PAGE = 4096
 MAGIC = b"XAVIERAR"
@@ -71,7 +74,11 @@ def process_start_time(pid: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ArenaHandle:
-    """What a peer needs to map an arena, and to be sure that it is the right one."""
+    """What a peer needs to map an arena, and to be sure that it is the right one.
+
+    With ``device`` the slots lie in a GPU's memory (``store.device_arena``) and the file holds
+    their ``meta`` alone.
+    """
 
     boot_id: str
     pid: int
@@ -81,13 +88,45 @@ class ArenaHandle:
     nonce: bytes
     slots: int
     slot_bytes: int
+    device: DeviceHandle | None = None
+
+    @property
+    def host_slots(self) -> int:
+        """Slots whose bytes lie in the file."""
+        return self.slots if self.device is None else 0
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file."""
+        return _data_offset(self.slots) + self.host_slots * self.slot_bytes
+
+
+class SlotMemory(Protocol):
+    """What the arenas of the host and of a GPU have in common. See :class:`Arena`.
+
+    ``data`` is uint8 ``[slots, slot_bytes]``, ``meta`` int64 ``[slots, 2]``, always in host memory.
+    """
+
+    data: torch.Tensor
+    meta: torch.Tensor
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes per slot."""
+
+    def handle(self) -> ArenaHandle:
+        """Return what a peer on this host needs to map it."""
 
 
 def _data_offset(slots: int) -> int:
     return PAGE + -(-slots * 16 // PAGE) * PAGE
 
 
-def _tensors(mapping: mmap.mmap, slots: int, slot_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _tensors(mapping: mmap.mmap, handle: ArenaHandle) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (data, meta) over a mapping. The tensors keep it alive; it is never closed by hand.
 
     ``torch.frombuffer`` does not export the buffer while the tensor lives, so that ``mmap.close``
@@ -96,11 +135,16 @@ def _tensors(mapping: mmap.mmap, slots: int, slot_bytes: int) -> tuple[torch.Ten
     with warnings.catch_warnings():
         # A read-only buffer gives a tensor that must not be written; no code here does.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        meta = torch.frombuffer(mapping, dtype=torch.int64, count=slots * 2, offset=PAGE)
-        data = torch.frombuffer(
-            mapping, dtype=torch.uint8, count=slots * slot_bytes, offset=_data_offset(slots)
-        )
-    return data.view(slots, slot_bytes), meta.view(slots, 2)
+        meta = torch.frombuffer(mapping, dtype=torch.int64, count=handle.slots * 2, offset=PAGE)
+        data = torch.empty(0, dtype=torch.uint8)
+        if handle.host_slots:
+            data = torch.frombuffer(
+                mapping,
+                dtype=torch.uint8,
+                count=handle.host_slots * handle.slot_bytes,
+                offset=_data_offset(handle.slots),
+            )
+    return data.view(handle.host_slots, handle.slot_bytes), meta.view(handle.slots, 2)
 
 
 class Arena:
@@ -115,11 +159,15 @@ class Arena:
         self._fd: int | None = fd
         self._mapping: mmap.mmap | None = mapping
         self._handle = handle
-        self.data, self.meta = _tensors(mapping, handle.slots, handle.slot_bytes)
+        self.data, self.meta = _tensors(mapping, handle)
 
     @classmethod
-    def create(cls, slots: int, slot_bytes: int, name: str) -> Arena:
+    def create(
+        cls, slots: int, slot_bytes: int, name: str, *, device: DeviceHandle | None = None
+    ) -> Arena:
         """Make, populate and seal an arena. ``name`` is shown in ``/proc/<pid>/maps`` only.
+
+        With ``device``, where the slots are, it has their ``meta`` only and ``data`` is empty.
 
         Raises :class:`ArenaError` when the memory is not there, :class:`ValueError` for sizes
         that are not positive or not aligned.
@@ -129,13 +177,9 @@ class Arena:
                 f"arena {name}: slots={slots}, slot_bytes={slot_bytes}: at least one slot of a "
                 "multiple of 64 bytes is needed"
             )
-        size = _data_offset(slots) + slots * slot_bytes
         fd = os.memfd_create(f"xavier-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            mapping = _populate(fd, size, name)
             nonce = os.urandom(16)
-            mapping[: _HEADER.size] = _HEADER.pack(MAGIC, VERSION, OPEN, nonce, slots, slot_bytes)
-            _seal(fd)
             handle = ArenaHandle(
                 boot_id=boot_id(),
                 pid=os.getpid(),
@@ -145,7 +189,11 @@ class Arena:
                 nonce=nonce,
                 slots=slots,
                 slot_bytes=slot_bytes,
+                device=device,
             )
+            mapping = _populate(fd, handle.file_bytes, name)
+            mapping[: _HEADER.size] = _HEADER.pack(MAGIC, VERSION, OPEN, nonce, slots, slot_bytes)
+            _seal(fd)
             return cls(fd, mapping, handle)
         except BaseException:
             os.close(fd)
@@ -234,7 +282,7 @@ class MappedArena:
         """Use :meth:`open`."""
         self._mapping: mmap.mmap | None = mapping
         self._handle = handle
-        self.data, self.meta = _tensors(mapping, handle.slots, handle.slot_bytes)
+        self.data, self.meta = _tensors(mapping, handle)
 
     @classmethod
     def open(cls, handle: ArenaHandle) -> MappedArena:
@@ -247,8 +295,8 @@ class MappedArena:
             raise ArenaUnavailable("the arena is on another host")
         if process_start_time(handle.pid) != handle.start_time:
             raise ArenaUnavailable(f"process {handle.pid} is gone or not visible from here")
-        size = _data_offset(handle.slots) + handle.slots * handle.slot_bytes
-        with _opened(f"/proc/{handle.pid}/fd/{handle.fd}") as fd:
+        size = handle.file_bytes
+        with opened(f"/proc/{handle.pid}/fd/{handle.fd}") as fd:
             status = os.fstat(fd)
             if status.st_ino != handle.inode or status.st_size != size:
                 raise ArenaUnavailable(f"file {handle.fd} of process {handle.pid} is another file")
@@ -276,7 +324,8 @@ class MappedArena:
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[int]:
+def opened(path: str) -> Iterator[int]:
+    """Open a file of a peer read-only. Raises :class:`ArenaUnavailable`."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:

@@ -4,28 +4,46 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection
 from itertools import pairwise
 
 from xinference_xavier.store.jobs import Tier
 from xinference_xavier.store.leases import LeaseBook
 from xinference_xavier.store.order import Rings
-from xinference_xavier.store.slots import ARRIVING, FREE_RING, READY, STAGING, UNPLACED, SlotTable
-
-Jobs = Mapping[int, tuple[int, list[int], list[int]]]
-"""Job id to: its epoch, the slots its stores write, the slots its demotions write."""
+from xinference_xavier.store.placement import Job, Placement
+from xinference_xavier.store.promotions import Promotions
+from xinference_xavier.store.slots import (
+    ARRIVING,
+    FREE_RING,
+    PROMOTED,
+    READY,
+    STAGING,
+    UNPLACED,
+    SlotTable,
+)
 
 
 def contradiction(
-    table: SlotTable, book: LeaseBook, *, host_capacity: int, epoch: int, jobs: Jobs
+    placement: Placement,
+    promotions: Promotions,
+    book: LeaseBook,
+    *,
+    capacity: tuple[int, int],
+    epoch: int,
+    trimming: bool,
 ) -> str | None:
-    """The first thing found wrong, or None. Reads everything and changes nothing."""
+    """The first thing found wrong, or None. Reads everything and changes nothing.
+
+    ``trimming``: a tier is being brought below a lowered limit.
+    """
+    table = placement.table
     return (
         _rings(table)
         or book.contradiction()
-        or _slots(table, book, epoch, jobs)
+        or _slots(table, book, epoch, placement.jobs.values(), promotions.targets())
         or _orders(table)
-        or _counts(table, host_capacity)
+        or _counts(table)
+        or _room(placement, capacity, trimming)
     )
 
 
@@ -67,18 +85,20 @@ def _members(rings: Rings, ring: int) -> list[int] | None:
         node = after
 
 
-def _slots(table: SlotTable, book: LeaseBook, epoch: int, jobs: Jobs) -> str | None:
+def _slots(
+    table: SlotTable, book: LeaseBook, epoch: int, jobs: Collection[Job], promoted: list[int]
+) -> str | None:
     """Every slot is in exactly one condition, and jobs, leases and keys agree with it."""
     free = {slot for tier in Tier for slot in table.order.walk(FREE_RING[tier])}
     evictable = {slot for tier in Tier for slot in table.order.walk(tier)}
-    staged = [slot for _, stores, _ in jobs.values() for slot in stores]
-    targets = [slot for _, _, moves in jobs.values() for slot in moves]
-    writing = set(staged) | set(targets)
-    if len(writing) != len(staged) + len(targets):
-        return "two entries of jobs write the same slot"
-    current = {
-        slot for of, stores, moves in jobs.values() if of == epoch for slot in stores + moves
-    }
+    staged = [slot for job in jobs for slot, _ in job.stores]
+    targets = [target for job in jobs for _, target, _ in job.demotions]
+    writing = {*staged, *targets, *promoted}
+    if len(writing) != len(staged) + len(targets) + len(promoted):
+        return "two entries of jobs or promotions write the same slot"
+    now = [job for job in jobs if job.epoch == epoch]
+    current = {slot for job in now for slot, _ in job.stores}
+    current |= {target for job in now for _, target, _ in job.demotions}
     holds = Counter(slot for lease in book.live() for slot in lease.slots)
     zombies = {slot for lease in book.live() if lease.epoch != epoch for slot in lease.slots}
     leased = {slot for lease in book.live() if lease.epoch == epoch for slot in lease.slots}
@@ -106,7 +126,8 @@ def _slots(table: SlotTable, book: LeaseBook, epoch: int, jobs: Jobs) -> str | N
             return f"slot {slot} is {conditions[0]}, and its key is {'' if known else 'not '}known"
     if len(table.where) != len(evictable) + len(leased) + len(current):
         return f"{len(table.where)} keys are known, more than slots that have one"
-    for slots, state in ((staged, STAGING), (targets, ARRIVING), (evictable | leased, READY)):
+    states = (staged, STAGING), (targets, ARRIVING), (promoted, PROMOTED), (zombies, READY)
+    for slots, state in (*states, (evictable | leased, READY)):
         for slot in slots:
             if table.state[slot] != state:
                 return f"slot {slot} is in state {table.state[slot]} instead of {state}"
@@ -134,8 +155,8 @@ def _orders(table: SlotTable) -> str | None:
     return None
 
 
-def _counts(table: SlotTable, host_capacity: int) -> str | None:
-    """The running counts are those of the slots, and the host tier keeps its spares."""
+def _counts(table: SlotTable) -> str | None:
+    """The running counts are those of the slots."""
     of_kind = {"leased": [0, 0], "zombie": [0, 0]}
     for slot in range(table.slots):
         if table.holds[slot]:
@@ -144,9 +165,20 @@ def _counts(table: SlotTable, host_capacity: int) -> str | None:
         return f"counted {of_kind}, the table has {table.leased} and {table.zombies}"
     free = {slot for tier in Tier for slot in table.order.walk(FREE_RING[tier])}
     states = Counter(table.state[slot] for slot in range(table.slots) if slot not in free)
-    if (states[STAGING], states[ARRIVING]) != (table.staging, table.arriving):
-        return f"states are {dict(states)}, counts {table.staging} and {table.arriving}"
+    counts = (table.staging, table.arriving, table.promoting)
+    if (states[STAGING], states[ARRIVING], states[PROMOTED]) != counts:
+        return f"states are {dict(states)}, counts {counts}"
+    return None
+
+
+def _room(placement: Placement, capacity: tuple[int, int], trimming: bool) -> str | None:
+    """The host tier keeps its spares, and above a limit nothing is left that may go."""
+    table, limits = placement.table, placement.limits
+    device = table.device_slots - table.free(Tier.DEVICE)
     host = table.ready(Tier.HOST) + table.zombies[Tier.HOST]
-    if host > host_capacity:
-        return f"{host} blocks are in the host tier, whose capacity is {host_capacity}"
+    if host > capacity[Tier.HOST]:
+        return f"{host} blocks are in the host tier, whose capacity is {capacity[Tier.HOST]}"
+    for tier, blocks in zip(Tier, (device, host), strict=True):
+        if blocks > limits[tier] and table.order.sizes[tier] and not trimming:
+            return f"{blocks} blocks are in the {tier.name} tier, whose limit is {limits[tier]}"
     return None

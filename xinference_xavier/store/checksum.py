@@ -15,11 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-IntArray = npt.NDArray[np.int64]
+from xinference_xavier.store.device import Device, IntArray
+
 _Words = npt.NDArray[np.uint64]
 
 _STRIDE = 2048
 """Words that share one vector of weights (16 KiB, it stays in the first-level cache)."""
+
+_READ_SLOTS = 16
+"""Slots in a device's memory that are brought to the host at a time."""
 
 _SEED = np.uint64(0x9AE16A3B2F90404F)
 _U32 = np.uint64(32)
@@ -46,16 +50,37 @@ class Checksummer:
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
+        self._read: torch.Tensor | None = None
         words = -(-nbytes // 8)
         rows = -(-words // _STRIDE)
         # Words past the end stay zero and add nothing.
         self._scratch = np.zeros((rows, _STRIDE), dtype=np.uint64)
         self._outer = _odd_weights(rows, 2)
 
+    def through(self, device: Device, data: torch.Tensor, slots: IntArray) -> IntArray:
+        """Return :meth:`of` slots wherever they are; those on a GPU are copied to the host first.
+
+        Waits for copies that the thread has started before.
+        """
+        if not data.is_cuda:
+            return self.of(data, slots)
+        if self._read is None:
+            self._read = torch.empty((_READ_SLOTS, data.shape[1]), dtype=torch.uint8)
+        found = np.empty(len(slots), dtype=np.int64)
+        for start in range(0, len(slots), _READ_SLOTS):
+            part = slots[start : start + _READ_SLOTS]
+            places = np.arange(len(part), dtype=np.int64)
+            try:
+                device.move(data, part, self._read, places)
+            finally:
+                device.fence()
+            found[start : start + len(part)] = self.of(self._read, places)
+        return found
+
     def of(self, data: torch.Tensor, slots: IntArray) -> IntArray:
         """Return int64 ``[len(slots)]``, the checksums of rows of uint8 ``[N, >= nbytes]``.
 
-        A row must be contiguous and its address a multiple of 8.
+        The rows are in host memory, contiguous, at addresses that are multiples of 8.
         """
         array = data.numpy()
         sums = np.fromiter(

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from xinference_xavier.layout import BlockLayout
-from xinference_xavier.store.arena import Arena
+from xinference_xavier.store.arena import SlotMemory
 from xinference_xavier.store.checksum import Checksummer
-from xinference_xavier.store.device import Device, IntArray
+from xinference_xavier.store.device import Device, IntArray, Mark
 from xinference_xavier.store.jobs import StoreJob, StoreResult, Tier
 from xinference_xavier.store.threads import start_thread
 
@@ -47,7 +47,7 @@ class CopyEngine:
         self,
         *,
         layout: BlockLayout,
-        arenas: Mapping[Tier, Arena],
+        arenas: Mapping[Tier, SlotMemory],
         device: Device,
         verify: str,
     ) -> None:
@@ -57,7 +57,7 @@ class CopyEngine:
         self._slots = {int(tier): arena.slots for tier, arena in arenas.items()}
         self._device = device
         self._checksummer = Checksummer(layout.block_bytes) if verify == CHECKSUM else None
-        self._jobs: SimpleQueue[StoreJob | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[StoreJob, Mark | None] | None] = SimpleQueue()
         self._results: SimpleQueue[StoreResult] = SimpleQueue()
         self._lock = threading.Lock()
         self._pending = 0
@@ -70,13 +70,16 @@ class CopyEngine:
         """Jobs submitted whose result was not polled yet."""
         return self._pending
 
-    def submit(self, job: StoreJob) -> None:
-        """Queue a job. Raises :class:`EngineClosed` after :meth:`close`."""
+    def submit(self, job: StoreJob, after: Mark | None = None) -> None:
+        """Queue a job whose copies run after a mark: the forward that fills its blocks.
+
+        Raises :class:`EngineClosed` after :meth:`close`.
+        """
         with self._lock:
             if self._closed:
                 raise EngineClosed(f"copy engine is closed: store job {job.job_id} is not taken")
             self._pending += 1
-            self._jobs.put(job)
+            self._jobs.put((job, after))
 
     def poll(self) -> list[StoreResult]:
         """Return the results that are ready, in job order, each once."""
@@ -103,12 +106,14 @@ class CopyEngine:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (taken := self._jobs.get()) is not None:
+            job, after = taken
             if self._abandon.is_set():
                 result = _failed(job, "closed")
             else:
                 start = time.monotonic()
                 try:
+                    self._device.after(after)
                     result = self._copy(job)
                 except Exception as error:  # fail open: a bad job must not end the thread
                     logger.exception("store job %d failed", job.job_id)
@@ -139,12 +144,16 @@ class CopyEngine:
         if result.failed_demotions and result.reason is None:
             result.reason = "demotion outside the arenas"
 
-    def _move(self, source: Arena, target: Arena, rows: IntArray, result: StoreResult) -> bool:
+    def _move(
+        self, source: SlotMemory, target: SlotMemory, rows: IntArray, result: StoreResult
+    ) -> bool:
         from_slots, slots = rows[:, 0], rows[:, 1]
         withdraw(target.meta, slots)
         try:
-            self._device.move(source.data, from_slots, target.data, slots)
-            self._device.fence()
+            try:
+                self._device.move(source.data, from_slots, target.data, slots)
+            finally:
+                self._device.fence()
             # The bytes are the same, so the checksum moves along.
             publish(target.meta, slots, rows[:, 2], source.meta.numpy()[from_slots, 1])
         except Exception as error:  # fail open: the rows are reported, the index drops them
@@ -168,12 +177,14 @@ class CopyEngine:
         if result.failed_stores and result.reason is None:
             result.reason = "store outside the KV cache or the arenas"
 
-    def _gather(self, arena: Arena, rows: IntArray, result: StoreResult) -> bool:
+    def _gather(self, arena: SlotMemory, rows: IntArray, result: StoreResult) -> bool:
         slots = rows[:, 2]
         withdraw(arena.meta, slots)
         try:
-            self._device.gather(rows[:, 0], arena.data, slots)
-            self._device.fence()
+            try:
+                self._device.gather(rows[:, 0], arena.data, slots)
+            finally:
+                self._device.fence()
             publish(arena.meta, slots, rows[:, 3], self._checksums(arena.data, slots))
         except Exception as error:  # fail open: as for demotions
             self._blame(result, error)
@@ -184,7 +195,7 @@ class CopyEngine:
     def _checksums(self, data: torch.Tensor, slots: IntArray) -> IntArray:
         if self._checksummer is None:
             return np.zeros(len(slots), dtype=np.int64)
-        return self._checksummer.of(data, slots)
+        return self._checksummer.through(self._device, data, slots)
 
     @staticmethod
     def _blame(result: StoreResult, error: Exception) -> None:

@@ -24,12 +24,21 @@ IntArray = npt.NDArray[np.int64]
 _Array = npt.NDArray[Any]
 
 
+class Mark:
+    """A point in the work that was given to the engine's compute stream. Opaque, used once."""
+
+
 class Device(Protocol):
     """Moves whole blocks. ``data`` tensors are uint8 ``[slots, slot_bytes]``, rows contiguous.
 
-    Index arrays of one call have equal lengths and were checked by the caller. A call may return
-    before its copies are done; :meth:`fence` waits for those of the calling thread. Destinations
-    of one call must not repeat. Callable from several threads at once.
+    Each thread's copies run in the order in which it started them, and in no order with those of
+    other threads or with the engine's forwards unless :meth:`after` or :meth:`fence` says so. A
+    copy may return before it has run and reads its source when it runs; :meth:`fence` waits for
+    those of the calling thread. A copy that raises may have started a part of its work, so that
+    only a fence makes its memory free again.
+
+    Index arrays of one call have equal lengths and were checked by the caller. Destinations of one
+    call must not repeat. Callable from several threads at once.
     """
 
     def gather(self, block_ids: IntArray, data: torch.Tensor, slots: IntArray) -> None:
@@ -43,8 +52,24 @@ class Device(Protocol):
     ) -> None:
         """Copy packed slots between two arenas."""
 
+    def mark(self) -> Mark | None:
+        """Return the point up to which the engine has given work to its compute stream.
+
+        For the thread that launches forwards; waits for nothing and never raises: what went wrong
+        is raised by :meth:`after`. None when that work is done already, as on a CPU.
+        """
+
+    def after(self, mark: Mark | None) -> None:
+        """Let what this thread starts from now on run after a mark. Waits for nothing itself."""
+
     def fence(self) -> None:
         """Return when every copy that this thread has started is complete."""
+
+    def close(self) -> None:
+        """Wait for all copies that were started and release what they used. Idempotent.
+
+        No thread may be inside a call.
+        """
 
 
 class _Band:
@@ -115,7 +140,16 @@ class CpuDevice:
         for start, slot, n in runs(source_slots, slots):
             to_array[slot : slot + n] = from_array[start : start + n]
 
+    def mark(self) -> None:
+        """See :class:`Device`."""
+
+    def after(self, mark: Mark | None) -> None:
+        """See :class:`Device`."""
+
     def fence(self) -> None:
+        """See :class:`Device`."""
+
+    def close(self) -> None:
         """See :class:`Device`."""
 
 

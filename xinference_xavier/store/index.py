@@ -15,22 +15,26 @@ A block is written by a job: :meth:`SnapshotIndex.admit` plans it, a worker runs
 :meth:`SnapshotIndex.commit` makes what succeeded visible. What readers have leased neither moves
 nor goes until the lease ends.
 
+Where a tier's limit was lowered, blocks also go when leases end. The next ``admit`` or ``commit``
+tells of those among the removed keys, or :meth:`SnapshotIndex.take_removed` does.
+
 Orders: within one call, earlier keys end up more recently used than later ones, so that a prefix
 outlives its suffix, which is useless without it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, overload
 
-from xinference_xavier.store import audit
+from xinference_xavier.store import audit, census, grants
 from xinference_xavier.store.jobs import Tier
-from xinference_xavier.store.leases import LeaseBook
+from xinference_xavier.store.leases import Lease, LeaseBook
 from xinference_xavier.store.placement import Placement
+from xinference_xavier.store.promotions import Promotions
 from xinference_xavier.store.records import (
     KEY_BYTES,
     Admission,
@@ -39,12 +43,13 @@ from xinference_xavier.store.records import (
     FinalCounters,
     Grant,
     InvariantError,
+    Promotion,
     Row,
     SkipReason,
     StoreClosed,
     Totals,
 )
-from xinference_xavier.store.slots import READY, SlotTable
+from xinference_xavier.store.slots import SlotTable
 
 __all__ = [
     "KEY_BYTES",
@@ -54,6 +59,7 @@ __all__ = [
     "FinalCounters",
     "Grant",
     "InvariantError",
+    "Promotion",
     "Row",
     "SkipReason",
     "SnapshotIndex",
@@ -67,6 +73,12 @@ RELEASE_BLOCKS = 256
 REAP_BLOCKS = 512
 """One ``reap`` stops after the lease that brings it to this many blocks."""
 
+TRIM_BLOCKS = 256
+"""A lowered limit takes effect in pieces of so many blocks."""
+
+TRIM_PAUSE_S = 0.0005
+"""Pause between the pieces: without one, who waits for the lock would hardly ever get it."""
+
 
 class SnapshotIndex:
     """The bookkeeping of both tiers of one replica.
@@ -74,8 +86,8 @@ class SnapshotIndex:
     ``device_slots`` and ``host_slots`` are the slots of the arenas; ``spare_slots`` of the host
     slots are kept for blocks that arrive while the tier is full, so that tier holds at most
     ``host_slots - spare_slots`` blocks. Either tier, or both, may be empty. One reader may lease
-    at most ``reader_share`` of the capacity of both tiers together, but at least one block; a
-    block that several of its leases name counts once.
+    at most ``reader_share`` of what both tiers together may hold, but at least one block; a block
+    that several of its leases name counts once.
 
     Every method but :meth:`close` raises :class:`StoreClosed` after :meth:`close`.
     """
@@ -93,11 +105,14 @@ class SnapshotIndex:
         if not 0 <= spare_slots <= host_slots:
             raise ValueError(f"spare_slots is {spare_slots}, must be in [0, {host_slots}]")
         self._lock = threading.Lock()
-        self._capacities = (device_slots, host_slots - spare_slots)
+        self._capacity = (device_slots, host_slots - spare_slots)
         self._table = SlotTable(device_slots, host_slots)
-        self._book = LeaseBook(sum(self._capacities), reader_share)
+        self._book = LeaseBook(sum(self._capacity), reader_share)
         self._totals = Totals()
-        self._placement = Placement(self._table, self._capacities, self._totals)
+        self._placement = Placement(self._table, self._capacity, self._totals)
+        self._promotions = Promotions(self._placement, self._book)
+        self._removed: dict[bytes, None] = {}
+        self._trimming = 0
         self._epoch = 0
         self._final: FinalCounters | None = None
 
@@ -128,7 +143,9 @@ class SnapshotIndex:
         if not self._enter(wait):
             return None
         try:
-            return self._placement.plan(blocks, self._epoch)
+            plan = self._placement.plan(blocks, self._epoch)
+            self._tell(plan.removed)
+            return plan
         finally:
             self._lock.release()
 
@@ -138,18 +155,37 @@ class SnapshotIndex:
         *,
         failed_demotions: Collection[int] = (),
         failed_stores: Collection[int] = (),
+        unsure_demotions: Collection[int] = (),
     ) -> Changes:
         """Make visible what a job achieved, once every rank has reported it.
 
         The failed entries are indices into the admission's ``demotions`` and ``stores``; a store
-        whose demotion failed counts as failed. A job from before a ``clear()`` only frees its
-        slots. Raises ValueError, with nothing changed, for a job that is unknown or committed
-        already, and for an index that the job does not have.
+        whose demotion failed counts as failed. Where a demotion is unsure (it failed on some
+        ranks only, and on the others the new block has overwritten its source), both blocks are
+        gone. A job from before a ``clear()`` only frees its slots. Raises ValueError, with
+        nothing changed, for a job that is unknown or committed already, and for an index that
+        the job does not have.
         """
         with self._locked():
-            return self._placement.finish(
-                job_id, self._epoch, frozenset(failed_demotions), frozenset(failed_stores)
+            changes = self._placement.finish(
+                job_id,
+                self._epoch,
+                frozenset(failed_demotions),
+                frozenset(failed_stores),
+                frozenset(unsure_demotions),
             )
+            self._tell(changes.removed)
+            return changes
+
+    def abandon(self, job_id: int) -> Changes:
+        """Commit a job whose outcome is not known: the blocks that it stored or moved are gone.
+
+        Raises ValueError for a job that is unknown or committed already.
+        """
+        with self._locked():
+            changes = self._placement.give_up(job_id, self._epoch)
+            self._tell(changes.removed)
+            return changes
 
     # Reading: lookups and leases.
 
@@ -196,7 +232,15 @@ class SnapshotIndex:
         if not self._enter(wait):
             return None
         try:
-            return self._acquire(keys, reader, request, now, now + duration)
+            return grants.give(
+                self._placement,
+                self._book,
+                keys,
+                reader=reader,
+                request=request,
+                expires=now + duration,
+                epoch=self._epoch,
+            )
         finally:
             self._lock.release()
 
@@ -222,7 +266,7 @@ class SnapshotIndex:
                     return False
                 piece = self._book.shorten(lease_id, RELEASE_BLOCKS)
                 if piece is not None:
-                    self._table.unhold(piece.slots[::-1], zombie=piece.epoch != self._epoch)
+                    self._unhold(piece)
                 elif not live:
                     self._totals.double_releases += 1
                 if piece is None or lease_id not in self._book:
@@ -245,7 +289,7 @@ class SnapshotIndex:
                 lease = self._book.end_next_expired(now)
                 if lease is None:
                     break
-                self._table.unhold(lease.slots[::-1], zombie=lease.epoch != self._epoch)
+                self._unhold(lease)
                 ended += 1
                 blocks += len(lease.slots)
             self._totals.reaped += ended
@@ -260,16 +304,85 @@ class SnapshotIndex:
         if cursor < 0 or limit < 1:
             raise ValueError(f"cursor is {cursor} and limit {limit}, must be >= 0 and >= 1")
         with self._locked():
-            table = self._table
-            end = min(cursor + limit, table.slots)
-            keys = [
-                key
-                for slot in range(cursor, end)
-                if table.is_visible(slot) and (key := table.keys[slot]) is not None
-            ]
-            return keys, end if end < table.slots else None
+            end = min(cursor + limit, self._table.slots)
+            return self._table.visible(cursor, end), end if end < self._table.slots else None
+
+    # Back to the device tier.
+
+    def promote(
+        self, lease_id: int, first: int, count: int, *, wait: bool = True
+    ) -> Promotion | None:
+        """Find free device slots for host blocks that the replica itself has leased and loads.
+
+        For those of the lease's blocks ``first`` to before ``first + count`` that nobody else
+        has leased, as many as find a free slot; never by moving another block. Nothing for a
+        lease that has ended, is a peer's or is from before a ``clear()``. The slots stay taken
+        until :meth:`finish_promotion`. Returns None if ``wait`` is False and the index is busy.
+        """
+        if not self._enter(wait):
+            return None
+        try:
+            return self._promotions.plan(lease_id, first, count, self._epoch)
+        finally:
+            self._lock.release()
+
+    def finish_promotion(self, promotion_id: int, promoted: Collection[int] = ()) -> int:
+        """End a promotion once no worker writes for it any more; returns how many blocks moved.
+
+        ``promoted`` are the rows whose copies are good on every rank. Called before the lease is
+        released: a block moves to its device slot, and the lease with it, while that lease is
+        live and the only one on the block. All other device slots become free. Raises ValueError
+        for a promotion that is unknown or finished already.
+        """
+        with self._locked():
+            return self._promotions.finish(promotion_id, promoted, self._epoch)
 
     # The whole store.
+
+    def set_limits(
+        self, *, device_slots: int | None = None, host_slots: int | None = None
+    ) -> Changes:
+        """Let each tier hold at most so many blocks from now on; None leaves a tier's limit.
+
+        Lowering a limit evicts the least recently used blocks above it that are not leased,
+        without a copy; leased ones and those in flight follow when their leases end and their
+        jobs are committed. No memory is returned. Not for the engine's thread: it works, and
+        pauses, in pieces, between which others use the index.
+
+        Returns the removed keys; some of them may be here again by then (see :meth:`holds`).
+        Raises ValueError, with nothing changed, for a limit that is negative or above the tier's
+        capacity.
+        """
+        limits = []
+        for tier, asked in zip(Tier, (device_slots, host_slots), strict=True):
+            most = self._capacity[tier]
+            if asked is not None and not 0 <= asked <= most:
+                name = tier.name.lower()
+                raise ValueError(f"the {name} limit is {asked} slots, must be in [0, {most}]")
+            limits.append(asked)
+        with self._locked():
+            device, host = (
+                old if asked is None else asked
+                for old, asked in zip(self._placement.limits, limits, strict=True)
+            )
+            self._placement.limits = (device, host)
+            self._book.resize(device + host)
+            self._trimming += 1
+        removed: list[bytes] = []
+        while True:
+            with self._locked():
+                piece = self._placement.trim(TRIM_BLOCKS)
+                removed += piece
+                if len(piece) < TRIM_BLOCKS:
+                    self._trimming -= 1
+                    return Changes([], removed)
+            time.sleep(TRIM_PAUSE_S)
+
+    def take_removed(self) -> list[bytes]:
+        """The keys of blocks that went when leases ended, as far as no call has told of them."""
+        with self._locked():
+            taken, self._removed = self._removed, {}
+        return list(taken)
 
     def clear(self) -> int:
         """Take all blocks from readers at once; returns the new content epoch.
@@ -280,6 +393,7 @@ class SnapshotIndex:
         """
         with self._locked():
             old = self._table.clear()
+            self._removed.clear()
             self._epoch += 1
             epoch = self._epoch
         # Millions of keys take a while to destroy: not while others wait for the lock.
@@ -304,24 +418,12 @@ class SnapshotIndex:
             table = self._table
             old = table.clear()
             self._placement.abort_all()
+            self._promotions.abort_all()
+            self._removed.clear()
             for lease in self._book.live():
                 self._book.end(lease.lease_id)
                 table.unhold(lease.slots, zombie=True)
-            final = self._final = FinalCounters(
-                device_lru=table.order.sizes[Tier.DEVICE],
-                host_lru=table.order.sizes[Tier.HOST],
-                global_lru=table.recency.sizes[0],
-                keys=len(table.where),
-                leases=len(self._book),
-                readers=self._book.readers(),
-                jobs=len(self._placement.jobs),
-                staging=table.staging,
-                demoting=table.arriving,
-                zombies=sum(table.zombies),
-                leased_blocks=sum(table.leased),
-                used_slots=table.slots - sum(table.free(tier) for tier in Tier),
-                reached=reached,
-            )
+            final = self._final = census.final(self._placement, self._book, reached)
         del old
         return final
 
@@ -332,18 +434,12 @@ class SnapshotIndex:
         """
         with self._locked():
             found = audit.contradiction(
-                self._table,
+                self._placement,
+                self._promotions,
                 self._book,
-                host_capacity=self._capacities[Tier.HOST],
+                capacity=self._capacity,
                 epoch=self._epoch,
-                jobs={
-                    job_id: (
-                        job.epoch,
-                        [slot for slot, _ in job.stores],
-                        [target for _, target, _ in job.demotions],
-                    )
-                    for job_id, job in self._placement.jobs.items()
-                },
+                trimming=self._trimming > 0,
             )
         if found is not None:
             raise InvariantError(found)
@@ -370,56 +466,20 @@ class SnapshotIndex:
         finally:
             self._lock.release()
 
-    def _acquire(
-        self, keys: Sequence[bytes], reader: str | None, request: str, now: float, expires: float
-    ) -> Grant:
-        table = self._table
-        slots = self._ready_prefix(keys)
-        allowed = self._book.allowance(reader, slots)
-        if allowed < len(slots):
-            self._totals.share_cuts += 1
-            del slots[allowed:]
-        if not slots:
-            return Grant(0, [], now)
-        table.hold(slots)
-        self._totals.granted += len(slots)
-        border, generation = table.device_slots, table.generation
-        device, host = Tier.DEVICE, Tier.HOST
-        rows: list[Row] = [
-            (device, slot, generation[slot])
-            if slot < border
-            else (host, slot - border, generation[slot])
-            for slot in slots
-        ]
-        lease = self._book.open(
-            slots, reader=reader, request=request, expires=expires, epoch=self._epoch
-        )
-        return Grant(lease.lease_id, rows, expires)
+    def _unhold(self, lease: Lease) -> None:
+        """End a lease, or the part of it that is given here."""
+        self._table.unhold(lease.slots[::-1], zombie=lease.epoch != self._epoch)
+        for key in self._placement.trim(len(lease.slots)):
+            self._removed[key] = None
 
-    def _ready_prefix(self, keys: Sequence[bytes]) -> list[int]:
-        get, state = self._table.where.get, self._table.state
-        slots = []
-        for key in keys:
-            slot = get(key)
-            if slot is None or state[slot] != READY:
-                break
-            slots.append(slot)
-        return slots
+    def _tell(self, removed: list[bytes]) -> None:
+        """Add what is still to be told to ``removed``.
+
+        A key is told before its block can come back: an admission tells of everything.
+        """
+        if self._removed:
+            removed += self._removed
+            self._removed.clear()
 
     def _counters(self) -> Counters:
-        table = self._table
-        return Counters(
-            epoch=self._epoch,
-            device_blocks=table.ready(Tier.DEVICE),
-            host_blocks=table.ready(Tier.HOST),
-            device_free=table.free(Tier.DEVICE),
-            host_free=table.free(Tier.HOST),
-            staging=table.staging,
-            demoting=table.arriving,
-            zombies=sum(table.zombies),
-            leased_blocks=sum(table.leased),
-            leases=len(self._book),
-            jobs=len(self._placement.jobs),
-            skips=dict(self._placement.skips),
-            totals=dataclasses.replace(self._totals),
-        )
+        return census.now(self._placement, self._book, capacity=self._capacity, epoch=self._epoch)

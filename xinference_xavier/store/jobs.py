@@ -51,14 +51,25 @@ class LoadSegment:
     rows: IntTable
 
 
+def no_promotions() -> IntTable:
+    """An empty :attr:`LoadJob.promotions`."""
+    return np.empty((0, 3), dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """One request's load: segments in prefix order, at most ``timeout_s`` seconds in all."""
+    """One request's load: segments in prefix order, at most ``timeout_s`` seconds in all.
+
+    ``promotions`` is int64 ``[P, 3]``: host slot, device slot, generation of the device slot. Each
+    host slot is one that the job loads from the own store: once all of the job's rows are good,
+    its content is kept in the device slot, too.
+    """
 
     job_id: int
     request_id: str
     segments: tuple[LoadSegment, ...]
     timeout_s: float
+    promotions: IntTable = field(default_factory=no_promotions)
 
 
 @dataclass(slots=True)
@@ -88,9 +99,14 @@ class SegmentResult:
 
 @dataclass(slots=True)
 class LoadResult:
-    """Outcome of a :class:`LoadJob` on one rank, made when nothing of it can write any more."""
+    """Outcome of a :class:`LoadJob` on one rank, made when nothing of it can write any more.
+
+    ``promoted`` are the rows of the job's ``promotions`` whose device slot is published; all
+    others failed, or were not run.
+    """
 
     job_id: int
     request_id: str
     segments: list[SegmentResult] = field(default_factory=list)
     seconds: float = 0.0
+    promoted: set[int] = field(default_factory=set)

@@ -40,7 +40,8 @@ class LeaseBook:
     def __init__(self, capacity: int, reader_share: float) -> None:
         if not 0 < reader_share <= 1:
             raise ValueError(f"reader_share is {reader_share}, must be in (0, 1]")
-        self._limit = max(1, math.floor(capacity * reader_share))
+        self._share = reader_share
+        self._most = self._limit = max(1, math.floor(capacity * reader_share))
         self._leases: dict[int, Lease] = {}
         # Per reader with a live lease: slot to the times that the reader's leases name it.
         self._shares: dict[str, dict[int, int]] = {}
@@ -52,6 +53,17 @@ class LeaseBook:
 
     def __contains__(self, lease_id: int) -> bool:
         return lease_id in self._leases
+
+    def get(self, lease_id: int) -> Lease | None:
+        """The lease, or None when it has ended."""
+        return self._leases.get(lease_id)
+
+    def resize(self, capacity: int) -> None:
+        """The store holds ``capacity`` blocks now, at most those it was made for.
+
+        What a reader leases above its new share stays leased.
+        """
+        self._limit = max(1, math.floor(capacity * self._share))
 
     def live(self) -> list[Lease]:
         """All leases that have not ended."""
@@ -75,7 +87,7 @@ class LeaseBook:
         new: set[int] = set()
         for position, slot in enumerate(slots):
             if slot not in share and slot not in new:
-                if len(new) == room:
+                if len(new) >= room:
                     return position
                 new.add(slot)
         return len(slots)
@@ -162,8 +174,8 @@ class LeaseBook:
             if shares.get(reader) != self._shares.get(reader):
                 return f"the leases of reader {reader!r} do not add up to its share"
         for reader, share in shares.items():
-            if len(share) > self._limit:
-                return f"reader {reader!r} leases {len(share)}, more than its share {self._limit}"
+            if len(share) > self._most:
+                return f"reader {reader!r} leases {len(share)}, more than its share {self._most}"
         without = set(self._leases) - {lease_id for _, lease_id in self._deadlines}
         return f"leases {sorted(without)} have no deadline" if without else None
 

@@ -36,17 +36,47 @@ class Job:
 class Placement:
     """Plans jobs on a slot table and applies their outcomes.
 
-    ``capacities`` are the most blocks that each tier may hold; the host slots beyond that are
-    the spares into which blocks arrive while the tier is full.
+    ``limits`` are the most blocks that each tier may hold; into the host slots beyond that,
+    blocks arrive while the tier is full. What was leased or in flight when a limit was lowered
+    may keep its tier above it; then no block of that tier is evictable, unless :meth:`trim` has
+    yet to catch up.
     """
 
-    def __init__(self, table: SlotTable, capacities: tuple[int, int], totals: Totals) -> None:
+    def __init__(self, table: SlotTable, limits: tuple[int, int], totals: Totals) -> None:
         self.table = table
-        self.capacities = capacities
+        self.limits = limits
         self.totals = totals
         self.skips: dict[SkipReason, int] = {}
         self.jobs: dict[int, Job] = {}
         self._last_job = 0
+
+    def room(self, tier: Tier) -> int:
+        """How many more blocks the tier may hold; negative while it is above its limit.
+
+        Blocks on their way into the host tier are not counted: they are in spare slots.
+        """
+        table = self.table
+        if tier is Tier.DEVICE:
+            return self.limits[tier] - table.device_slots + table.free(tier)
+        return self.limits[tier] - table.ready(tier) - table.zombies[tier]
+
+    def trim(self, most: int) -> list[bytes]:
+        """Evict what is above the limits, at most ``most`` blocks; returns their keys.
+
+        The least recently used ones of each tier, without a copy.
+        """
+        table = self.table
+        removed: list[bytes] = []
+        if self.room(Tier.DEVICE) >= 0 and self.room(Tier.HOST) >= 0:
+            return removed
+        for tier in Tier:
+            for _ in range(min(-self.room(tier), most - len(removed))):
+                victim = table.victim(tier)
+                if victim is None:
+                    break
+                removed.append(table.evict(victim))
+        self.totals.limit_evictions += len(removed)
+        return removed
 
     def plan(self, blocks: Sequence[tuple[bytes, int]], epoch: int) -> Admission:
         """See ``SnapshotIndex.admit``; the blocks are valid."""
@@ -83,21 +113,32 @@ class Placement:
         epoch: int,
         failed_demotions: frozenset[int],
         failed_stores: frozenset[int],
+        unsure_demotions: frozenset[int],
     ) -> Changes:
         """See ``SnapshotIndex.commit``."""
         job = self.jobs.get(job_id)
         if job is None:
             raise ValueError(f"job {job_id} is unknown, or was committed already")
-        _check_rows(job_id, "demotion", failed_demotions, len(job.demotions))
+        _check_rows(job_id, "demotion", failed_demotions | unsure_demotions, len(job.demotions))
         _check_rows(job_id, "store", failed_stores, len(job.stores))
         del self.jobs[job_id]
         if job.epoch != epoch:
             self._abort(job)
             return Changes([], [])
         removed: list[bytes] = []
-        self._finish_demotions(job, failed_demotions, removed)
-        added = self._finish_stores(job, failed_demotions, failed_stores, removed)
+        failed_demotions -= unsure_demotions
+        unsure_stores = {n for n, (_, after) in enumerate(job.stores) if after in unsure_demotions}
+        self._finish_demotions(job, failed_demotions, unsure_demotions, removed)
+        added = self._finish_stores(job, failed_demotions, failed_stores | unsure_stores, removed)
         return Changes(added, removed)
+
+    def give_up(self, job_id: int, epoch: int) -> Changes:
+        """See ``SnapshotIndex.abandon``."""
+        job = self.jobs.get(job_id)
+        moves, stores = (len(job.demotions), len(job.stores)) if job is not None else (0, 0)
+        return self.finish(
+            job_id, epoch, frozenset(), frozenset(range(stores)), frozenset(range(moves))
+        )
 
     def abort_all(self) -> None:
         """Give up every job in flight, after the table was cleared."""
@@ -109,10 +150,10 @@ class Placement:
     def _make_place(self, job: Job, plan: Admission) -> tuple[int | None, int]:
         """A slot for one new block, and the index of the demotion that has to empty it, or -1."""
         table = self.table
-        slot = table.take(Tier.DEVICE)
-        if slot is not None:
-            return slot, -1
-        victim = table.victim(Tier.DEVICE)
+        room = self.room(Tier.DEVICE)
+        if room > 0:
+            return table.take(Tier.DEVICE), -1
+        victim = table.victim(Tier.DEVICE) if room == 0 else None
         if victim is not None and table.stamp[victim] >= job.held_stamps[0]:
             # All evictable blocks are held for this batch: what was reported held must stay.
             victim = None
@@ -132,10 +173,10 @@ class Placement:
         """Whether a block that arrives in the host tier will find room, as far as one sees now."""
         table = self.table
         fixed = table.leased[Tier.HOST] + table.zombies[Tier.HOST]
-        return fixed < self.capacities[Tier.HOST]
+        return fixed < self.limits[Tier.HOST]
 
     def _why_skipped(self) -> SkipReason:
-        device, host = self.capacities
+        device, host = self.limits
         if not host:
             return SkipReason.DEVICE_BUSY if device else SkipReason.NO_TIER
         return SkipReason.HOST_BUSY if self._host_takes_blocks() else SkipReason.HOST_LEASED
@@ -146,10 +187,10 @@ class Placement:
         ``arrived`` blocks have been promised room but are not ready yet.
         """
         table = self.table
-        blocks = table.ready(Tier.HOST) + table.zombies[Tier.HOST] + arrived
-        if blocks < self.capacities[Tier.HOST]:
+        room = self.room(Tier.HOST) - arrived
+        if room > 0:
             return True
-        victim = table.victim(Tier.HOST)
+        victim = table.victim(Tier.HOST) if room == 0 else None
         first, end = job.held_stamps
         if victim is None or first <= table.stamp[victim] < end:
             self.totals.arrival_drops += 1
@@ -158,14 +199,18 @@ class Placement:
         self.totals.evictions += 1
         return True
 
-    def _finish_demotions(self, job: Job, failed: Collection[int], removed: list[bytes]) -> None:
+    def _finish_demotions(
+        self, job: Job, failed: Collection[int], unsure: Collection[int], removed: list[bytes]
+    ) -> None:
         table, totals = self.table, self.totals
         table.restore([move for row, move in enumerate(job.demotions) if row in failed])
-        totals.failed_demotions += len(failed)
+        totals.failed_demotions += len(failed) + len(unsure)
         for row, (_, target, _) in enumerate(job.demotions):
             if row in failed:
                 continue
-            if self._make_host_room(job, 0, removed):
+            if row in unsure:
+                removed.append(table.lose(target))
+            elif self._make_host_room(job, 0, removed):
                 table.arrive(target)
                 totals.demotions += 1
             else:
@@ -195,6 +240,15 @@ class Placement:
                 arrived += 1
             else:
                 table.abandon(slot)
+        # Where a limit was lowered meanwhile: the blocks that came back, then the prefix's end.
+        removed += self.trim(len(failed_demotions))
+        above = -self.room(Tier.DEVICE)
+        if above > 0:
+            late = [slot for slot in good if slot < table.device_slots][-above:]
+            for slot in late:
+                table.abandon(slot)
+            totals.limit_evictions += len(late)
+            good = [slot for slot in good if slot not in late]
         table.publish(good[::-1])
         totals.admitted += len(good)
         return [key for slot in good if (key := table.keys[slot]) is not None]

@@ -62,6 +62,19 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
+class Promotion:
+    """Host blocks of one lease that are to be copied into free device slots.
+
+    ``rows`` are (host slot, device slot, generation of the device slot), in key order.
+    ``promotion_id`` is to be finished exactly once; it is 0 when there are no rows, and then
+    nothing is to be finished.
+    """
+
+    promotion_id: int
+    rows: list[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Changes:
     """Keys that readers can newly get, and keys that they no longer can. Never in both."""
 
@@ -91,10 +104,17 @@ class Totals:
     """Blocks of batches that were held already, or twice in one batch."""
     demotions: int = 0
     """Blocks moved from the device tier to the host tier."""
+    promotions: int = 0
+    """Blocks moved from the host tier to the device tier."""
+    failed_promotions: int = 0
+    """Blocks that stayed in the host tier: their copy failed, or meanwhile others leased them too,
+    or the lease had ended, or the device tier's limit was lowered."""
     evictions: int = 0
     """Host blocks that made room for an arriving block."""
     drops: int = 0
     """Device blocks that were dropped without a copy to make room."""
+    limit_evictions: int = 0
+    """Blocks of either tier that went because its limit was lowered."""
     arrival_drops: int = 0
     """Copied blocks that found every host block leased (or reported held) when they arrived."""
     failed_stores: int = 0
@@ -117,19 +137,25 @@ class Counters:
     """The index at one instant. Blocks are counted in blocks, leases in leases.
 
     ``device_blocks`` and ``host_blocks`` are the ready ones, leased or not; ``staging`` blocks
-    are being written for the first time, ``demoting`` ones from tier to tier; ``zombies`` left
-    with a ``clear()`` and wait for their leases to end; ``leased_blocks`` counts ready blocks.
+    are being written for the first time, ``demoting`` ones from tier to tier, and copies of
+    ``promoting`` ones back, readable meanwhile; ``zombies`` left with a ``clear()`` and wait for
+    their leases to end; ``leased_blocks`` counts ready blocks, ``leased`` those of each tier.
+    ``limits`` are the blocks that each tier may hold now, ``capacity`` the most that it can.
     """
 
     epoch: int
+    limits: tuple[int, int]
+    capacity: tuple[int, int]
     device_blocks: int
     host_blocks: int
     device_free: int
     host_free: int
     staging: int
     demoting: int
+    promoting: int
     zombies: int
     leased_blocks: int
+    leased: tuple[int, int]
     leases: int
     jobs: int
     skips: dict[SkipReason, int]
@@ -155,6 +181,7 @@ class FinalCounters:
     jobs: int
     staging: int
     demoting: int
+    promoting: int
     zombies: int
     leased_blocks: int
     used_slots: int

@@ -11,6 +11,8 @@ any       0            free ring           free (after ``clear()`` the old state
 STAGING   0            none                new content is being written
 ARRIVING  0            recency, unless     a demotion is being written; stands for its block
                        touched meanwhile   in the recency order, so that the block keeps its place
+PROMOTED  0            none                a copy of a leased host block is being written; has no
+                                           key, and readers get the block from its host slot
 READY     0            tier ring, recency  evictable; readers can get it
 READY     above 0      none                leased: readers can get it, nothing can move it
 READY     above 0      none                zombie: cleared, but readers still copy it; ``where``
@@ -30,7 +32,7 @@ from itertools import repeat
 from xinference_xavier.store.jobs import Tier
 from xinference_xavier.store.order import Rings
 
-FREE, STAGING, ARRIVING, READY = range(4)
+FREE, STAGING, ARRIVING, READY, PROMOTED = range(5)
 
 FREE_RING = (2, 3)
 """Ring of the free slots of each tier; the ring of its evictable blocks is the tier itself."""
@@ -64,6 +66,7 @@ class SlotTable:
         self.zombies = [0, 0]
         self.staging = 0
         self.arriving = 0
+        self.promoting = 0
         self.clock = 0
         self.last_generation = 0
 
@@ -93,6 +96,15 @@ class SlotTable:
         """Whether readers can get the block in ``slot``."""
         key = self.keys[slot]
         return self.state[slot] == READY and key is not None and self.where.get(key) == slot
+
+    def visible(self, start: int, end: int) -> list[bytes]:
+        """The keys that readers can get in the slots from ``start`` to before ``end``."""
+        keys = self.keys
+        return [
+            key
+            for slot in range(start, end)
+            if self.is_visible(slot) and (key := keys[slot]) is not None
+        ]
 
     # New content.
 
@@ -124,11 +136,14 @@ class SlotTable:
         self.reclaim(slot)
 
     def reclaim(self, slot: int) -> None:
-        """Free a staging or arriving slot whose key is none of this table's business any more."""
-        if self.state[slot] == STAGING:
+        """Free a slot being written whose key is none of this table's business any more."""
+        state = self.state[slot]
+        if state == STAGING:
             self.staging -= 1
-        else:
+        elif state == ARRIVING:
             self.arriving -= 1
+        else:
+            self.promoting -= 1
         self._release_slot(slot)
 
     def evict(self, slot: int) -> bytes:
@@ -200,6 +215,32 @@ class SlotTable:
                 self.recency.replace(target, source)
                 before = source
             self.reclaim(target)
+
+    # Promotion: the block stays where it is until its copy is good.
+
+    def copy_to(self, slot: int) -> int:
+        """Let a copy of a leased host block be written into a device slot, just taken.
+
+        Returns the new generation.
+        """
+        self.state[slot] = PROMOTED
+        self.promoting += 1
+        return self._next_generation(slot)
+
+    def promote(self, source: int, target: int) -> None:
+        """The leased block of ``source`` is in ``target`` now, leases and all; ``source`` is free.
+
+        The owner makes the leases name ``target``.
+        """
+        key = self._key(source)
+        self.keys[target] = key
+        self.where[key] = target
+        self.state[target] = READY
+        self.promoting -= 1
+        self.holds[target], self.holds[source] = self.holds[source], 0
+        self.leased[Tier.HOST] -= 1
+        self.leased[Tier.DEVICE] += 1
+        self._release_slot(source)
 
     # Use.
 

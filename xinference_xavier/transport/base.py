@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a transport is: a way to bring a peer's leased slots into this worker.
 
-Two kinds of connection exist. A *mapped* one shows the peer's arena as local tensors, from which
-a local copy goes straight into KV blocks: the copy cannot outlive its caller. A *fetching* one
-(NIXL, xoscar) reads into staging slots of our own arena, because a late write into KV blocks
-would corrupt what vLLM recomputes there after a failure (DESIGN 4, "Load"); the local copy
-follows when the read is complete.
+Each tier of a peer has a connection of its own, since a GPU's memory is reached in other ways than
+a host's. Two kinds exist. A *mapped* one shows the tier as a local tensor, from which a local copy
+goes straight into KV blocks: the copy cannot outlive its caller. A *fetching* one (NIXL, xoscar)
+reads into staging slots of our own arenas, because a late write into KV blocks would corrupt what
+vLLM recomputes there after a failure (DESIGN 4, "Load"); the local copy follows when the read is
+complete.
 
 Transports are started and closed on the worker's main thread, and closing is bounded. Every other
 call here happens on a load thread, never on the engine's.
@@ -22,6 +23,8 @@ from typing import ClassVar, Final
 import torch
 
 from xinference_xavier.store.arena import ArenaHandle
+from xinference_xavier.store.cuda import CudaApi
+from xinference_xavier.store.device import Device
 from xinference_xavier.store.jobs import Tier
 
 CLOSE_S: Final = 2.0
@@ -59,28 +62,40 @@ class WorkerHandle:
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """A tier as local memory.
+    """A tier as memory that this process can address.
 
-    ``data`` is uint8 ``[slots, slot_bytes]``. ``meta`` is int64 ``[slots, 2]``: generation and
-    checksum of each slot (see ``store.arena``).
+    ``data`` is uint8 ``[slots, slot_bytes]``, of a GPU or of the host. ``meta`` is int64
+    ``[slots, 2]``, always in host memory: generation and checksum of each slot (see
+    ``store.arena``).
     """
 
     data: torch.Tensor
     meta: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """The GPU that the KV cache is on: its API, and what copies between it and slots."""
+
+    api: CudaApi
+    device: Device
+
+
 class Connection(ABC):
-    """An open path to one worker of a peer."""
+    """An open path to one tier of one worker of a peer."""
 
     transport: ClassVar[str]
 
+    staging: Tier = Tier.HOST
+    """The tier of ours whose staging slots :meth:`fetch` takes."""
+
     @abstractmethod
-    def view(self, tier: Tier) -> SlotView | None:
+    def view(self) -> SlotView | None:
         """Return the peer's tier as local memory, or None where slots must be fetched."""
 
     @abstractmethod
     def fetch(
-        self, tier: Tier, slots: Sequence[int], staging: Sequence[int], *, deadline: float
+        self, slots: Sequence[int], staging: Sequence[int], *, deadline: float
     ) -> torch.Tensor:
         """Read ``slots`` of the peer into our ``staging`` slots and wait for it.
 
@@ -103,7 +118,10 @@ class Connection(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Unmap or deregister everything of that peer. Idempotent."""
+        """Unmap or deregister everything of that tier. Idempotent.
+
+        Whoever copied from :meth:`view` has waited for the end of the copy.
+        """
 
 
 class Transport(ABC):
@@ -111,21 +129,29 @@ class Transport(ABC):
 
     name: ClassVar[str]
 
+    def serves(self, arena: ArenaHandle) -> bool:
+        """Return whether this is a way to that kind of memory at all.
+
+        Where it is not, the transport is passed over and nothing is counted.
+        """
+        return True
+
     @abstractmethod
-    def connect(self, peer: WorkerHandle, *, deadline: float = math.inf) -> Connection:
-        """Open a path to a peer's worker of the same rank, before ``deadline`` (monotonic).
+    def connect(self, peer: WorkerHandle, tier: Tier, *, deadline: float = math.inf) -> Connection:
+        """Open a path to a tier of a peer's worker of our rank, before ``deadline`` (monotonic).
 
         Raises :class:`TransportUnavailable`.
         """
 
-    def quarantined(self) -> frozenset[int]:
-        """Staging slots into which a timed-out transfer may still write."""
+    def quarantined(self, tier: Tier) -> frozenset[int]:
+        """Staging slots of a tier of ours into which a timed-out transfer may still write."""
         return frozenset()
 
     @abstractmethod
-    def close(self, deadline_s: float = CLOSE_S) -> None:
+    def close(self, deadline_s: float = CLOSE_S) -> bool:
         """Release everything, open connections included, within some ``deadline_s`` seconds.
 
-        What does not end by then is left to a daemon thread, which keeps the memory that a late
-        write may hit. Idempotent.
+        Returns whether our arenas may go. If not, a daemon thread is left that may write into them
+        still; it keeps the host's memory, but cannot keep a GPU's. Idempotent: a later call tells
+        anew.
         """

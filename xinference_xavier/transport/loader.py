@@ -22,15 +22,23 @@ from queue import Empty, SimpleQueue
 from typing import Final
 
 from xinference_xavier.layout import BlockLayout
-from xinference_xavier.store.arena import Arena
+from xinference_xavier.store.arena import SlotMemory
 from xinference_xavier.store.copier import CHECKSUM, EngineClosed
-from xinference_xavier.store.device import Device
-from xinference_xavier.store.jobs import OWN_STORE, LoadJob, LoadResult, SegmentResult, Tier
+from xinference_xavier.store.device import Device, Mark
+from xinference_xavier.store.jobs import (
+    OWN_STORE,
+    LoadJob,
+    LoadResult,
+    LoadSegment,
+    SegmentResult,
+    Tier,
+)
 from xinference_xavier.store.threads import start_thread
 from xinference_xavier.transport.base import WorkerHandle
 from xinference_xavier.transport.links import PeerLinks
 from xinference_xavier.transport.pool import StagingPool
-from xinference_xavier.transport.segment import Means, SegmentLoad, Verifier
+from xinference_xavier.transport.promotion import promote
+from xinference_xavier.transport.segment import Means, SegmentLoad, Verifier, tiers_of
 from xinference_xavier.transport.select import Transports
 from xinference_xavier.transport.tasks import Tasks
 
@@ -47,6 +55,7 @@ QUARANTINE_S: Final = 0.1
 class _Task:
     job: LoadJob
     peers: Mapping[int, WorkerHandle]
+    after: Mark | None
     submitted: float
 
 
@@ -68,24 +77,27 @@ class LoadEngine:
         self,
         *,
         layout: BlockLayout,
-        arenas: Mapping[Tier, Arena],
+        arenas: Mapping[Tier, SlotMemory],
         device: Device,
         verify: str,
-        staging: range,
+        staging: Mapping[Tier, range],
         transports: Transports,
         threads: int = 3,
         reap_s: float = REAP_S,
     ) -> None:
-        """Start the threads. ``staging`` are slots at the end of our host arena."""
-        pool = StagingPool(staging, transports.quarantined)
+        """Start the threads. ``staging`` are slots at the end of our arenas."""
+        pools = {
+            tier: StagingPool(slots, partial(transports.quarantined, tier))
+            for tier, slots in staging.items()
+        }
         self._transports = transports
-        self._links = PeerLinks(transports, pool)
+        self._links = PeerLinks(transports, pools)
         self._means = Means(
             layout=layout,
             arenas=dict(arenas),
             device=device,
             links=self._links,
-            pool=pool,
+            pools=pools,
         )
         self._verify = verify == CHECKSUM
         self._reap_s = reap_s
@@ -117,20 +129,23 @@ class LoadEngine:
         """
         return self._quarantined
 
-    def submit(self, job: LoadJob, peers: Mapping[int, WorkerHandle]) -> None:
+    def submit(
+        self, job: LoadJob, peers: Mapping[int, WorkerHandle], after: Mark | None = None
+    ) -> None:
         """Queue a job; its timeout begins now. ``peers`` has the handle of each member in it.
 
-        Raises :class:`EngineClosed` after :meth:`close`.
+        Its blocks are written after a mark: forwards in flight may still use them for requests
+        that had them before. Raises :class:`EngineClosed` after :meth:`close`.
         """
         with self._lock:
             if self._closed:
                 raise EngineClosed(f"load engine is closed: load job {job.job_id} is not taken")
             self._pending += 1
             quick = all(
-                segment.member == OWN_STORE or self._is_mapped(segment.member, peers)
+                segment.member == OWN_STORE or self._is_mapped(segment, peers)
                 for segment in job.segments
             )
-            self._tasks.put(_Task(job, peers, time.monotonic()), quick=quick)
+            self._tasks.put(_Task(job, peers, after, time.monotonic()), quick=quick)
 
     def poll(self) -> list[LoadResult]:
         """Return the results that are ready, each once."""
@@ -202,13 +217,15 @@ class LoadEngine:
         try:
             # One at a time: a thread that looked earlier must not write later.
             with self._looking:
-                self._quarantined = len(self._transports.quarantined())
+                self._quarantined = sum(
+                    len(self._transports.quarantined(tier)) for tier in self._means.pools
+                )
         except Exception:  # fail open: as in `_tidy`; the last number stays
             logger.exception("asking for quarantined staging slots failed")
 
-    def _is_mapped(self, member: int, peers: Mapping[int, WorkerHandle]) -> bool:
-        peer = peers.get(member)
-        return peer is not None and self._links.mapped(member, peer)
+    def _is_mapped(self, segment: LoadSegment, peers: Mapping[int, WorkerHandle]) -> bool:
+        peer = peers.get(segment.member)
+        return peer is not None and self._links.mapped(segment.member, peer, tiers_of(segment))
 
     def _load(self, task: _Task, quick: bool, verifier: Verifier | None) -> LoadResult:
         job = task.job
@@ -221,6 +238,7 @@ class LoadEngine:
                     segment,
                     request_id=job.request_id,
                     peer=task.peers.get(segment.member),
+                    after=task.after,
                     deadline=task.submitted + job.timeout_s,
                     quick=quick,
                     verifier=verifier,
@@ -231,5 +249,7 @@ class LoadEngine:
                 rows = set(range(len(segment.rows)))
                 part = SegmentResult(segment.member, "none", failed_rows=rows, reason=stop)
             result.segments.append(part)
+        if stop is None and len(job.promotions):
+            result.promoted = promote(self._means, job)
         result.seconds = time.monotonic() - task.submitted
         return result

@@ -30,6 +30,7 @@ import torch
 
 from xinference_xavier.store.threads import ALLOWED_CPUS
 from xinference_xavier.transport.base import TransportUnavailable
+from xinference_xavier.transport.nixl_path import operator_chose
 
 BACKEND = "UCX"
 PROGRESS_SLEEP_US = 10_000
@@ -136,7 +137,7 @@ class Agent:
                     raise TransportUnavailable(
                         f"NIXL has no {BACKEND} plug-in (it has: {', '.join(plugins) or 'none'})"
                     )
-                self._backends = [self._raw.createBackend(BACKEND, {})]
+                self._backends = [self._raw.createBackend(BACKEND, _backend_options())]
         except self._errors as exc:
             raise TransportUnavailable(f"NIXL's {BACKEND} backend does not start: {exc}") from exc
         self._registered: list[Any] = []
@@ -264,6 +265,11 @@ class Agent:
         if status == self._nb.NIXL_IN_PROG:
             return State.RUNNING, ""
         return State.UNKNOWN, str(status)
+
+
+def _backend_options() -> dict[str, str]:
+    """Let UCX refuse what it could only emulate (see ``nixl_path``)."""
+    return {} if operator_chose() else {"engine_config": "PROTO_EMULATION_ENABLE=n"}
 
 
 def _bindings() -> Any:

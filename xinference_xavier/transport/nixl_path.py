@@ -7,6 +7,11 @@ endangers the source: when it is stalled while a reader vanishes, UCX aborts the
 as it goes on ("Fatal: unexpected error: Endpoint timeout", seen with UCX in NIXL 1.5.1). A reader
 must not be able to take a serving worker down, so such peers are left to the xoscar transport,
 unless ``UCX_TLS`` is set: then the choice of transports is the operator's.
+
+There are two guards. :func:`obstacle` predicts the path before anything is sent. And our agents
+have UCX's emulation switched off (``nixl_agent``), so that a READ for which UCX finds no direct
+path fails with the peer's first slot: a GPU's memory needs GPUDirect RDMA, or CUDA IPC on one host,
+and only UCX can tell whether it has that.
 """
 
 from __future__ import annotations
@@ -43,9 +48,14 @@ class PathProbe:
         self.hints = PathHints(os.getpid(), address, token.hex(), _has_rdma())
 
 
+def operator_chose() -> bool:
+    """Whether the operator has chosen UCX's transports, and with them what is emulated."""
+    return "UCX_TLS" in os.environ
+
+
 def obstacle(ours: PathHints, theirs: PathHints) -> str | None:
     """Return why READs from that peer would be emulated, or None when they are direct."""
-    if "UCX_TLS" in os.environ or (ours.rdma and theirs.rdma):
+    if operator_chose() or (ours.rdma and theirs.rdma):
         return None
     refusal = _cma_refusal(theirs)
     if refusal is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The staging slots into which fetching transports read.
 
-They are the last slots of our own host arena, unknown to the index. A slot whose transfer timed
-out may still be written, so it does not return to the pool before its transport says that the
-transfer is terminal.
+They are the last slots of our own arenas, unknown to the index; each tier has its pool. A slot
+whose transfer timed out may still be written, so it does not return to the pool before its
+transport says that the transfer is terminal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _POLL_S = 0.05
 
 
 class StagingPool:
-    """Lends staging slots to load threads. Thread-safe."""
+    """Lends the staging slots of one tier to load threads. Thread-safe."""
 
     def __init__(self, slots: range, quarantined: Callable[[], frozenset[int]]) -> None:
         """``quarantined`` returns the slots into which a timed-out transfer may still write."""

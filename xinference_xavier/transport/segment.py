@@ -19,9 +19,10 @@ import numpy.typing as npt
 import torch
 
 from xinference_xavier.layout import BlockLayout
-from xinference_xavier.store.arena import Arena
+from xinference_xavier.store.arena import SlotMemory
 from xinference_xavier.store.checksum import Checksummer
-from xinference_xavier.store.device import Device, IntArray
+from xinference_xavier.store.cuda import CudaError
+from xinference_xavier.store.device import Device, IntArray, Mark
 from xinference_xavier.store.jobs import OWN_STORE, LoadSegment, SegmentResult, Tier
 from xinference_xavier.transport.base import (
     Connection,
@@ -32,7 +33,7 @@ from xinference_xavier.transport.base import (
     WorkerHandle,
 )
 from xinference_xavier.transport.faults import blames
-from xinference_xavier.transport.links import PeerLinks
+from xinference_xavier.transport.links import Paths, PeerLinks
 from xinference_xavier.transport.pool import StagingPool
 
 logger = logging.getLogger(__name__)
@@ -53,10 +54,10 @@ class Means:
     """
 
     layout: BlockLayout
-    arenas: Mapping[Tier, Arena]
+    arenas: Mapping[Tier, SlotMemory]
     device: Device
     links: PeerLinks
-    pool: StagingPool
+    pools: Mapping[Tier, StagingPool]
 
     @property
     def chunk(self) -> int:
@@ -74,11 +75,14 @@ class SegmentLoad:
         *,
         request_id: str,
         peer: WorkerHandle | None,
+        after: Mark | None,
         deadline: float,
         quick: bool,
         verifier: Verifier | None,
     ) -> None:
         """``peer`` is the handle of the segment's member, ``deadline`` a monotonic instant.
+
+        Nothing is written into KV blocks before the mark ``after``.
 
         A ``quick`` load opens no connection: it uses memory that is mapped already, or fails.
         """
@@ -86,6 +90,7 @@ class SegmentLoad:
         self._segment = segment
         self._request_id = request_id
         self._peer = peer
+        self._after = after
         self._deadline = deadline
         self._quick = quick
         self._verifier = verifier
@@ -93,6 +98,8 @@ class SegmentLoad:
         self._result = SegmentResult(segment.member, "none")
         self._connected: float | None = None
         self._read_at = 0.0
+        self._used: dict[Tier, Connection] = {}
+        """The connections that rows were read over, in that order."""
 
     def run(self) -> SegmentResult:
         """Load what can be loaded; every row that was not is in ``failed_rows``."""
@@ -100,6 +107,7 @@ class SegmentLoad:
         start = time.monotonic()
         try:
             self._check()
+            self._means.device.after(self._after)
             if member == OWN_STORE:
                 result.transport = "local"
                 self._rows(None)
@@ -120,7 +128,7 @@ class SegmentLoad:
         result.seconds = end - start
         if self._connected is not None:
             # Opening a connection is no part of the path's bandwidth.
-            self._means.links.worked(member, result.nbytes, end - self._connected)
+            self._means.links.worked(member, self._used, result.nbytes, end - self._connected)
         return result
 
     def _from_peer(self, member: int) -> None:
@@ -128,28 +136,42 @@ class SegmentLoad:
             raise TransportUnavailable(f"the handle of member {member} is not known")
         links = self._means.links
         use = (
-            links.use_mapped(member, self._peer)
+            links.use_mapped(member, self._peer, tiers_of(self._segment))
             if self._quick
             else links.use(member, self._peer, deadline=self._deadline)
         )
-        with use as connection:
+        with use as paths:
+            for tier in tiers_of(self._segment) - set(paths):
+                raise TransferFailed(f"the peer has no {Tier(tier).name} tier")
             self._connected = self._read_at = time.monotonic()
-            self._result.transport = connection.transport
             try:
-                self._rows(connection)
+                self._rows(paths)
             except TransferFailed as error:
-                # The next load opens it anew or takes another path. One that had too little
-                # time, for whatever came before, is kept.
-                if blames(error, self._deadline - self._read_at):
-                    links.failed(connection, error)
+                self._blame(error)
                 raise
+            except CudaError as error:
+                # No local variable names the new one: with its traceback it would keep this frame,
+                # and with that the peer's mapped memory.
+                self._blame(TransferFailed(str(error)))
+                raise TransferFailed(str(error)) from error
+            finally:
+                names = {path.transport for path in self._used.values()}
+                self._result.transport = "+".join(sorted(names)) or "none"
+
+    def _blame(self, error: TransferFailed) -> None:
+        """Tell of a connection that failed: the next load opens it anew or takes another path.
+
+        One that had too little time, for whatever came before, is kept.
+        """
+        if self._used and blames(error, self._deadline - self._read_at):
+            self._means.links.failed(list(self._used.values())[-1], error)
 
     def _check(self) -> None:
         blocks = self._segment.rows[:, 3]
         if ((blocks < 0) | (blocks >= self._means.layout.num_blocks)).any():
             raise TransferFailed("a block id lies outside the KV cache")
 
-    def _rows(self, connection: Connection | None) -> None:
+    def _rows(self, paths: Paths | None) -> None:
         """Load chunks in prefix order until one of them has a failed row."""
         rows, size = self._segment.rows, self._means.chunk
         for start in range(0, len(rows), size):
@@ -159,21 +181,29 @@ class SegmentLoad:
             good = self._good[start : start + len(chunk)]
             for tier in sorted(set(chunk[:, 0].tolist())):
                 mine = np.flatnonzero(chunk[:, 0] == tier)
-                view = self._view(Tier(tier), connection)
+                if paths is None:
+                    good[mine] = self._copy(self._own(Tier(tier)), chunk[mine])
+                    continue
+                connection = self._path(paths, Tier(tier))
+                view = connection.view()
                 if view is not None:
                     good[mine] = self._copy(view, chunk[mine])
-                elif connection is not None:
-                    self._fetch(connection, Tier(tier), chunk, mine, good)
                 else:
-                    raise TransferFailed(f"there is no {Tier(tier).name} tier")
+                    self._fetch(connection, chunk, mine, good)
             if not good.all():
                 return
 
-    def _view(self, tier: Tier, connection: Connection | None) -> SlotView | None:
-        if connection is not None:
-            return connection.view(tier)
+    def _own(self, tier: Tier) -> SlotView:
         arena = self._means.arenas.get(tier)
-        return None if arena is None else SlotView(arena.data, arena.meta)
+        if arena is None:
+            raise TransferFailed(f"there is no {tier.name} tier")
+        return SlotView(arena.data, arena.meta)
+
+    def _path(self, paths: Paths, tier: Tier) -> Connection:
+        # The last one is the one in use: it is blamed for what goes wrong.
+        self._used.pop(tier, None)
+        self._used[tier] = paths[tier]
+        return paths[tier]
 
     def _copy(self, view: SlotView, rows: IntArray) -> _Mask:
         """Copy mapped slots straight into KV blocks; return which rows are good."""
@@ -187,33 +217,34 @@ class SegmentLoad:
         good &= _holds(meta[slots, 0], promised)
         return self._judge(good, blocks, checksums)
 
-    def _fetch(
-        self, connection: Connection, tier: Tier, chunk: IntArray, mine: IntArray, good: _Mask
-    ) -> None:
+    def _fetch(self, connection: Connection, chunk: IntArray, mine: IntArray, good: _Mask) -> None:
         """Read rows ``mine`` of the chunk through staging slots, as many at once as are free."""
-        host = self._means.arenas[Tier.HOST]
+        ours = self._means.arenas[connection.staging]
+        pool = self._means.pools[connection.staging]
         done = 0
         while done < len(mine):
             left = len(mine) - done
-            with self._means.pool.lend(left, deadline=self._deadline) as staging:
+            with pool.lend(left, deadline=self._deadline) as staging:
                 part = mine[done : done + len(staging)]
                 slots, promised, blocks = chunk[part, 1], chunk[part, 2], chunk[part, 3]
                 self._read_at = time.monotonic()
-                meta = connection.fetch(tier, slots.tolist(), staging, deadline=self._deadline)
+                meta = connection.fetch(slots.tolist(), staging, deadline=self._deadline)
                 if tuple(meta.shape) != (len(part), 2):
                     raise TransferFailed(f"{tuple(meta.shape)} meta rows for {len(part)} slots")
                 table = meta.numpy()
                 holds = _holds(table[:, 0], promised)
                 places = np.asarray(staging, dtype=np.int64)
-                self._scatter(host.data, places[holds], blocks[holds])
+                self._scatter(ours.data, places[holds], blocks[holds])
                 good[part] = self._judge(holds, blocks, table[:, 1])
             if not good[part].all():
                 return
             done += len(part)
 
     def _scatter(self, data: torch.Tensor, slots: IntArray, blocks: IntArray) -> None:
-        self._means.device.scatter(data, slots, blocks)
-        self._means.device.fence()
+        try:
+            self._means.device.scatter(data, slots, blocks)
+        finally:
+            self._means.device.fence()
 
     def _judge(self, good: _Mask, blocks: IntArray, checksums: IntArray) -> _Mask:
         """Return which copied rows count, after verification, and note why others do not."""
@@ -242,7 +273,7 @@ class SegmentLoad:
             self._request_id,
             self._segment.member,
             reason,
-            error,
+            str(error),  # a handler that keeps the record would keep this load's frames, too
         )
 
 
@@ -260,11 +291,18 @@ class Verifier:
         for start in range(0, len(blocks), _VERIFY_SLOTS):
             part = blocks[start : start + _VERIFY_SLOTS]
             places = np.arange(len(part), dtype=np.int64)
-            self._device.gather(part, self._scratch, places)
-            self._device.fence()
+            try:
+                self._device.gather(part, self._scratch, places)
+            finally:
+                self._device.fence()
             found[start : start + len(part)] = self._checksummer.of(self._scratch, places)
         equal: _Mask = found == checksums
         return equal
+
+
+def tiers_of(segment: LoadSegment) -> set[int]:
+    """Return the numbers of the tiers that a segment has rows of."""
+    return set(segment.rows[:, 0].tolist())
 
 
 def _holds(generations: IntArray, promised: IntArray) -> _Mask:

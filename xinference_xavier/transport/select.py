@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transports of a worker, and the choice among them per peer.
+"""The transports of a worker, and the choice among them per tier of a peer.
 
 ``auto`` tries them in order of speed and takes the first that connects and, where slots must be
-fetched, delivers a first one; a forced choice has no fallback. A transport whose reads from a peer
-fail is passed over for that peer for a while. Every refusal is counted under its reason, so that
+fetched, delivers a first one; a forced choice has no fallback. A transport whose reads from a tier
+fail is passed over for that tier for a while. Every refusal is counted under its reason, so that
 a slow path is never taken silently.
+
+``cuda_ipc`` and ``shm`` are one pair: the first maps the tiers that peers keep on their GPU, the
+second those in host memory. So a forced ``cuda_ipc`` includes ``shm``.
 
 The xoscar pool stays published in ``auto``: peers without NIXL, or with only sockets between us,
 have no other way, and whether there are any is not known at start. Idle it sleeps in its loop.
@@ -17,13 +20,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, TypedDict
 
-from xinference_xavier.store.arena import Arena
+from xinference_xavier.store.arena import SlotMemory
 from xinference_xavier.store.jobs import Tier
 from xinference_xavier.transport.base import (
     CLOSE_S,
     Connection,
+    Gpu,
     SlotView,
     TransferFailed,
     Transport,
@@ -38,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 AUTO: Final = "auto"
 
-PREFERENCE: Final = ("shm", "nixl", "xoscar")
+PREFERENCE: Final = ("cuda_ipc", "shm", "nixl", "xoscar")
 """Fastest first."""
 
 PROBE_S: Final = 2.0
@@ -84,26 +89,31 @@ class Transports:
         cls,
         *,
         choice: str,
-        arenas: Mapping[Tier, Arena],
-        staging: range,
+        arenas: Mapping[Tier, SlotMemory],
+        staging: Mapping[Tier, range],
         host: str | None,
         layout_digest: str,
+        gpu: Gpu | None = None,
     ) -> Transports:
         """Start the transports of ``choice`` ("auto" or one name) over a worker's arenas.
 
         Call it on the main thread: NIXL loads libraries that a helper thread may not be able to.
-        ``staging`` are the host slots for fetching transports, ``host`` the address that peers
-        can route to. With "auto" a transport that does not start is left out and counted; a
-        forced one raises :class:`TransportUnavailable`.
+        ``staging`` are the slots of each tier for fetching transports, ``host`` the address that
+        peers can route to, ``gpu`` the KV cache's GPU, if it is on one. With "auto" a transport
+        that does not start is left out and counted; a forced one raises
+        :class:`TransportUnavailable`.
         """
-        names = PREFERENCE if choice == AUTO else (choice,)
+        own = _Own(arenas, {tier: slots for tier, slots in staging.items() if slots}, host, gpu)
         transports: list[Transport] = []
         published = Published(nixl=None, xoscar=None)
         refusals: list[tuple[str, str]] = []
         try:
-            for name in names:
+            for name in _names(choice, own):
                 try:
-                    transports.append(_start(name, arenas, staging, host, published))
+                    transport, partial = _start(name, own, published)
+                    transports.append(transport)
+                    if partial is not None:
+                        raise TransportUnavailable(partial)
                 except TransportUnavailable as error:
                     if choice != AUTO:
                         raise
@@ -122,11 +132,17 @@ class Transports:
         return self._published
 
     def connect(
-        self, member: int, peer: WorkerHandle, *, pool: StagingPool, deadline: float
+        self,
+        member: int,
+        peer: WorkerHandle,
+        tier: Tier,
+        *,
+        pools: Mapping[Tier, StagingPool],
+        deadline: float,
     ) -> Connection:
-        """Open the best path to a peer. May take seconds: load threads only.
+        """Open the best path to a tier of a peer. May take seconds: load threads only.
 
-        A path that fetches is accepted when one slot has arrived in a staging slot of ``pool``
+        A path that fetches is accepted when one slot has arrived in a staging slot of ``pools``
         within :data:`PROBE_S`, and before ``deadline`` (monotonic). ``member`` is the peer's
         number, by which its faults are remembered.
 
@@ -138,27 +154,33 @@ class Transports:
             reason = f"the peer's KV layout {peer.layout_digest} is not ours {self._layout_digest}"
             self._count("any", reason)
             raise TransportUnavailable(reason)
+        ways = [way for way in self._transports if way.serves(peer.arenas[tier])]
         reasons: list[str] = []
-        for transport in self._transports:
+        for transport in ways:
+            # A forced transport is tried all the same: nothing else could be.
+            wary = len(ways) > 1 and self._faults.demoted(member, tier, transport.name)
             try:
-                return self._open(transport, member, peer, pool, deadline)
+                if wary:
+                    raise TransportUnavailable("demoted for a peer whose reads failed")
+                return self._open(transport, member, peer, tier, pools, deadline)
             except TransportUnavailable as error:
                 self._count(transport.name, str(error))
                 reasons.append(f"{transport.name}: {error}")
-        raise TransportUnavailable("; ".join(reasons) or "no transport is running")
+        told = "; ".join(reasons) or "no transport for that kind of memory is running"
+        raise TransportUnavailable(f"the peer's {tier.name} tier cannot be reached: {told}")
 
-    def quarantined(self) -> frozenset[int]:
-        """Return the staging slots into which any timed-out transfer may still write."""
-        return frozenset().union(*(transport.quarantined() for transport in self._transports))
+    def quarantined(self, tier: Tier) -> frozenset[int]:
+        """Return the staging slots of a tier into which any timed-out transfer may still write."""
+        return frozenset().union(*(way.quarantined(tier) for way in self._transports))
 
-    def failed(self, member: int, transport: str, error: TransferFailed) -> None:
-        """Note that a read from a peer failed; may demote the transport for that peer."""
-        if self._faults.add(member, transport, error):
+    def failed(self, member: int, tier: Tier, transport: str, error: TransferFailed) -> None:
+        """Note that a read from a tier failed; may demote the transport for it."""
+        if self._faults.add(member, tier, transport, error):
             self._count(transport, f"demoted for a peer for {DEMOTION_S:.0f} s: {error}")
 
-    def worked(self, member: int, transport: str) -> None:
-        """Note that a load from a peer succeeded: failures before it no longer count."""
-        self._faults.clear(member, transport)
+    def worked(self, member: int, tier: Tier, transport: str) -> None:
+        """Note that a load from a tier succeeded: failures before it no longer count."""
+        self._faults.clear(member, tier, transport)
 
     def take_refusals(self) -> dict[str, int]:
         """Return how often each "transport: reason" made us take another path, or none.
@@ -169,29 +191,33 @@ class Transports:
             taken, self._refusals = self._refusals, Counter()
         return dict(taken)
 
-    def close(self, deadline_s: float = CLOSE_S) -> None:
-        """Close every transport, all within some ``deadline_s`` seconds. Idempotent."""
+    def close(self, deadline_s: float = CLOSE_S) -> bool:
+        """Close every transport, all within some ``deadline_s`` seconds. Idempotent.
+
+        Returns whether our arenas may go: not while a transfer may still write into them.
+        """
         end = time.monotonic() + deadline_s
+        ended = True
         for number, transport in enumerate(self._transports):
             left = max(0.0, end - time.monotonic())
-            transport.close(left / (len(self._transports) - number))
+            ended &= transport.close(left / (len(self._transports) - number))
+        return ended
 
     def _open(
         self,
         transport: Transport,
         member: int,
         peer: WorkerHandle,
-        pool: StagingPool,
+        tier: Tier,
+        pools: Mapping[Tier, StagingPool],
         deadline: float,
     ) -> Connection:
-        # A forced transport is tried all the same: nothing else could be.
-        if len(self._transports) > 1 and self._faults.demoted(member, transport.name):
-            raise TransportUnavailable("demoted for a peer whose reads failed")
         if time.monotonic() >= deadline:
             raise TransportUnavailable("the load's time was over before it was tried")
-        connection = transport.connect(peer, deadline=deadline)
+        connection = transport.connect(peer, tier, deadline=deadline)
         try:
-            self._probe(connection, member, peer, pool, deadline)
+            if connection.view() is None:
+                self._probe(connection, member, tier, pools[connection.staging], deadline)
         except TransferFailed as error:
             connection.close()
             raise TransportUnavailable(f"the first slot did not arrive: {error}") from error
@@ -204,28 +230,25 @@ class Transports:
         self,
         connection: Connection,
         member: int,
-        peer: WorkerHandle,
+        tier: Tier,
         pool: StagingPool,
         deadline: float,
     ) -> None:
-        """Fetch one slot where slots must be fetched; raises :class:`TransferFailed`.
+        """Fetch one slot; raises :class:`TransferFailed`.
 
         What the slot holds is unknown here and of no interest, a free one will do: that its meta
         row arrives behind it shows that the path carries bytes.
         """
-        tier = next((tier for tier, arena in sorted(peer.arenas.items()) if arena.slots), None)
-        if tier is None or connection.view(tier) is not None:
-            return
         with pool.lend(1, deadline=deadline) as staging:
             started = time.monotonic()
             limit = min(deadline, started + PROBE_S)
             try:
-                meta = connection.fetch(tier, [0], staging, deadline=limit)
+                meta = connection.fetch([0], staging, deadline=limit)
                 if tuple(meta.shape) != (1, 2) or int(meta[0, 0]) < 0:
                     raise TransferFailed(f"{meta.tolist()} is not the meta row of one slot")
             except TransferFailed as error:
                 if blames(error, limit - started):
-                    self._faults.add(member, connection.transport, error)
+                    self._faults.add(member, tier, connection.transport, error)
                 raise
 
     def _count(self, name: str, reason: str) -> None:
@@ -241,39 +264,78 @@ class Transports:
             logger.info("Xavier transport %s is not used: %s", name, reason)
 
 
-def _start(
-    name: str,
-    arenas: Mapping[Tier, Arena],
-    staging: range,
-    host: str | None,
-    published: Published,
-) -> Transport:
-    """Start one transport and add what it publishes.
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What this worker has: the arguments of :meth:`Transports.start`."""
 
-    NIXL and xoscar are optional and slow to import: only a transport that is wanted does it.
+    arenas: Mapping[Tier, SlotMemory]
+    staging: Mapping[Tier, range]
+    host: str | None
+    gpu: Gpu | None
+
+    @property
+    def slot_bytes(self) -> int:
+        return next(arena.slot_bytes for arena in self.arenas.values())
+
+    def views(self) -> dict[Tier, SlotView]:
+        return {tier: SlotView(arena.data, arena.meta) for tier, arena in self.arenas.items()}
+
+
+def _names(choice: str, own: _Own) -> tuple[str, ...]:
+    """Return the transports to start. Raises :class:`TransportUnavailable`, ValueError."""
+    if choice == AUTO:
+        return PREFERENCE if own.gpu else PREFERENCE[1:]
+    if choice not in PREFERENCE:
+        raise ValueError(
+            f"transport {choice!r} does not exist: one of {AUTO}, {', '.join(PREFERENCE)}"
+        )
+    if choice == "cuda_ipc":
+        if own.gpu is None:
+            raise TransportUnavailable("xavier_transport=cuda_ipc: the KV cache is not on a GPU")
+        return (choice, "shm")
+    if choice == "shm" and any(arena.handle().device for arena in own.arenas.values()):
+        raise TransportUnavailable(
+            "xavier_transport=shm reaches host memory only, and the device tier is on a GPU: take "
+            "cuda_ipc or auto, or xavier_gpu_cache_bytes=0"
+        )
+    return (choice,)
+
+
+def _start(name: str, own: _Own, published: Published) -> tuple[Transport, str | None]:
+    """Start one transport and add what it publishes; also return why a part of it does not work.
+
+    CUDA, NIXL and xoscar are optional and slow to import: only a transport that is wanted does it.
     """
+    if name == "cuda_ipc" and own.gpu is not None:
+        from xinference_xavier.transport.cuda_ipc import CudaIpcTransport
+
+        return CudaIpcTransport(own.gpu.api), None
     if name == "shm":
-        return ShmTransport()
-    if not staging:
+        return ShmTransport(), None
+    if not own.staging:
         raise TransportUnavailable("there are no staging slots: the host tier is empty")
-    views = {tier: SlotView(arena.data, arena.meta) for tier, arena in arenas.items()}
-    slot_bytes = arenas[Tier.HOST].slot_bytes
     if name == "nixl":
         from xinference_xavier.transport.nixl import NixlTransport
 
         nixl = NixlTransport(
-            views=views, slot_bytes=slot_bytes, staging=staging, agent_name="xavier"
+            views=own.views(), slot_bytes=own.slot_bytes, staging=own.staging, agent_name="xavier"
         )
         published["nixl"] = nixl.metadata()
-        return nixl
-    if name == "xoscar":
-        if host is None:
-            raise TransportUnavailable("no address to advertise is known")
-        try:
-            from xinference_xavier.transport.xoscar import XoscarTransport
-        except ImportError as error:
-            raise TransportUnavailable(f"xoscar is not installed: {error}") from error
-        xoscar = XoscarTransport(views=views, slot_bytes=slot_bytes, staging=staging, host=host)
-        published["xoscar"] = xoscar.address
-        return xoscar
-    raise ValueError(f"transport {name!r} does not exist: one of {AUTO}, {', '.join(PREFERENCE)}")
+        return nixl, nixl.omitted
+    if Tier.HOST not in own.staging:
+        raise TransportUnavailable("there are no staging slots: the host tier is empty")
+    if own.host is None:
+        raise TransportUnavailable("no address to advertise is known")
+    try:
+        from xinference_xavier.transport.xoscar import XoscarTransport
+    except ImportError as error:
+        raise TransportUnavailable(f"xoscar is not installed: {error}") from error
+    xoscar = XoscarTransport(
+        views=own.views(),
+        slot_bytes=own.slot_bytes,
+        staging=own.staging[Tier.HOST],
+        host=own.host,
+        device=own.gpu.device if own.gpu else None,
+    )
+    published["xoscar"] = xoscar.address
+    return xoscar, None

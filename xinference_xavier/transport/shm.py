@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers of the same host: their arenas are mapped read-only, and copies come straight out of them.
+"""Peers of the same host: their host memory is mapped read-only, and copied straight out of.
 
 The kernel does the access control: opening ``/proc/<pid>/fd/<n>`` fails for another user or in
 another container, and then the next transport is taken. A peer that dies, however, leaves its
@@ -14,7 +14,13 @@ from typing import ClassVar, Final
 
 import torch
 
-from xinference_xavier.store.arena import PAGE, ArenaUnavailable, MappedArena, boot_id
+from xinference_xavier.store.arena import (
+    PAGE,
+    ArenaHandle,
+    ArenaUnavailable,
+    MappedArena,
+    boot_id,
+)
 from xinference_xavier.store.jobs import Tier
 from xinference_xavier.transport.base import (
     CLOSE_S,
@@ -38,25 +44,25 @@ def host_id() -> str:
 
 
 class ShmConnection(Connection):
-    """The mapped arenas of one peer."""
+    """The mapped arena of one tier of a peer."""
 
     transport: ClassVar[str] = "shm"
 
-    def __init__(self, arenas: dict[Tier, MappedArena]) -> None:
-        self._arenas = arenas
+    def __init__(self, arena: MappedArena) -> None:
+        self._arena = arena
         # Made once: what a load thread holds keeps the mapping alive past close().
-        self._views = {tier: SlotView(arena.data, arena.meta) for tier, arena in arenas.items()}
-        self._touched: dict[Tier, int] = {}
+        self._view: SlotView | None = SlotView(arena.data, arena.meta)
+        self._touched = 0
 
-    def view(self, tier: Tier) -> SlotView | None:
-        """Return the mapping of a tier; None for a tier that the peer has not, or after close."""
-        return self._views.get(tier)
+    def view(self) -> SlotView | None:
+        """Return the mapping; None after close."""
+        return self._view
 
     def fetch(
-        self, tier: Tier, slots: Sequence[int], staging: Sequence[int], *, deadline: float
+        self, slots: Sequence[int], staging: Sequence[int], *, deadline: float
     ) -> torch.Tensor:
-        """Raise :class:`TransferFailed`: what is not mapped does not exist at the peer."""
-        raise TransferFailed(f"the peer has no {tier.name} tier")
+        """Raise :class:`TransferFailed`: nothing is fetched from what is mapped."""
+        raise TransferFailed("the peer's memory is unmapped")
 
     def warm(self) -> bool:
         """Map a further part of the peer's pages.
@@ -64,45 +70,46 @@ class ShmConnection(Connection):
         The first access to a page costs a fault, which makes a first read of a slot about 1.5
         times as long as the next one.
         """
-        for tier, view in self._views.items():
-            flat = view.data.numpy().reshape(-1)
-            start = self._touched.get(tier, 0)
-            if start < len(flat):
-                flat[start : start + _WARM_BYTES : PAGE].max()
-                self._touched[tier] = start + _WARM_BYTES
-                return True
-        return False
+        view = self._view
+        if view is None:
+            return False
+        flat = view.data.numpy().reshape(-1)
+        if self._touched >= len(flat):
+            return False
+        flat[self._touched : self._touched + _WARM_BYTES : PAGE].max()
+        self._touched += _WARM_BYTES
+        return True
 
     def alive(self) -> bool:
-        """Whether the peer runs and has not closed its arenas."""
-        return bool(self._arenas) and all(arena.alive() for arena in self._arenas.values())
+        """Whether the peer runs and has not closed its arena."""
+        return self._view is not None and self._arena.alive()
 
     def close(self) -> None:
-        """Unmap everything."""
-        self._views = {}
-        for arena in self._arenas.values():
-            arena.close()
-        self._arenas = {}
+        """Unmap, with the last user of the view."""
+        self._view = None
+        self._arena.close()
 
 
 class ShmTransport(Transport):
-    """Maps the arenas of peers with the same host id."""
+    """Maps arenas in host memory of peers with the same host id."""
 
     name: ClassVar[str] = "shm"
 
-    def connect(self, peer: WorkerHandle, *, deadline: float = math.inf) -> ShmConnection:
-        """Map all tiers of a peer, or none. Takes no time worth a deadline."""
+    def serves(self, arena: ArenaHandle) -> bool:
+        """Return whether the arena is host memory."""
+        return arena.device is None
+
+    def connect(
+        self, peer: WorkerHandle, tier: Tier, *, deadline: float = math.inf
+    ) -> ShmConnection:
+        """Map a tier of a peer. Takes no time worth a deadline."""
         if peer.host_id != host_id():
             raise TransportUnavailable("the peer is on another host")
-        arenas: dict[Tier, MappedArena] = {}
         try:
-            for tier, handle in peer.arenas.items():
-                arenas[tier] = MappedArena.open(handle)
+            return ShmConnection(MappedArena.open(peer.arenas[tier]))
         except ArenaUnavailable as error:
-            for arena in arenas.values():
-                arena.close()
             raise TransportUnavailable(str(error)) from error
-        return ShmConnection(arenas)
 
-    def close(self, deadline_s: float = CLOSE_S) -> None:
+    def close(self, deadline_s: float = CLOSE_S) -> bool:
         """Nothing is held for the process; connections close with their users."""
+        return True

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,9 @@ from xinference_xavier.store.jobs import Tier
 from xinference_xavier.transport.base import SlotView, TransferFailed
 
 
-def require_staging(views: dict[Tier, SlotView], staging: range, slot_bytes: int) -> None:
+def require_staging(
+    views: Mapping[Tier, SlotView], staging: Mapping[Tier, range], slot_bytes: int
+) -> None:
     """Check a transport's own arenas once. Raises ValueError naming what is wrong."""
     for tier, view in views.items():
         slots, width = view.data.shape
@@ -20,10 +22,10 @@ def require_staging(views: dict[Tier, SlotView], staging: range, slot_bytes: int
             raise ValueError(f"{tier.name} slots have {width} bytes, expected {slot_bytes}")
         if view.meta.shape != (slots, 2):
             raise ValueError(f"{tier.name} meta has shape {tuple(view.meta.shape)}")
-    host = views.get(Tier.HOST)
-    slots = 0 if host is None else len(host.data)
-    if staging.step != 1 or staging.start < 0 or not staging or staging.stop > slots:
-        raise ValueError(f"staging {staging} is not a range of the {slots} host slots")
+    for tier, part in staging.items():
+        slots = len(views[tier].data) if tier in views else 0
+        if part.step != 1 or part.start < 0 or not part or part.stop > slots:
+            raise ValueError(f"staging {part} is not a range of the {slots} {tier.name} slots")
 
 
 def staging_rows(

@@ -8,6 +8,9 @@ NIXL is missing or broken. ``nixl`` makes xoscar itself use NIXL; it is there to
 proven by tests, but not what ``xavier_transport=xoscar`` starts: xoscar keeps a progress thread
 spinning on a core per connection, on both sides, and overlapping buffers end its process.
 
+Slots in a GPU's memory are copied into host memory first, on a thread of their own, and travel from
+there: slower than any other way, and the one that always is.
+
 When can a failed copy no longer write? Incoming bytes find their place only through the buffer of
 a ref, and the NIXL channel holds on to the buffers that it has registered. So the buffers of a
 fetch are objects of their own (views of the staging slots), we drop ours when the fetch ends, and
@@ -35,6 +38,7 @@ import numpy.typing as npt
 import torch
 import xoscar as xo
 
+from xinference_xavier.store.device import Device
 from xinference_xavier.store.jobs import Tier
 from xinference_xavier.store.threads import start_thread
 from xinference_xavier.transport.base import (
@@ -65,11 +69,11 @@ T = TypeVar("T")
 class SlotServer(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
     """Copies slots of its process into a reader's buffers. Methods run concurrently."""
 
-    def __init__(self, views: dict[Tier, SlotView], slot_bytes: int, torch_buffers: bool) -> None:
+    def __init__(self, views: dict[Tier, SlotView], slot_bytes: int, bounce: Bounce | None) -> None:
         super().__init__()
         self._views = views
         self._slot_bytes = slot_bytes
-        self._torch_buffers = torch_buffers
+        self._bounce = bounce
 
     @xo.no_lock  # type: ignore[untyped-decorator]  # as above
     async def describe(self) -> tuple[int, dict[int, int]]:
@@ -83,20 +87,47 @@ class SlotServer(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
         slots = [slot for first, count in runs for slot in range(first, first + count)]
         if min(slots) < 0 or max(slots) >= len(view.data):
             raise ValueError(f"slots {runs} are not all among {len(view.data)}")
+        data = view.data
+        if self._bounce is not None and data.is_cuda:
+            data = await asyncio.wrap_future(self._bounce.start(data, slots))
+            ends = itertools.accumulate(count for _, count in runs)
+            runs = [(end - count, count) for (_, count), end in zip(runs, ends, strict=True)]
         buffers, seen = [], set[int]()
         for first, count in runs:
-            rows = view.data[first : first + count].view(-1)
+            rows = data[first : first + count].view(-1)
             # xoscar's NIXL channel registers each buffer, and the process dies of a segmentation
             # fault when it drops registrations that overlap.
             repeated = not seen.isdisjoint(range(first, first + count))
-            buffers.append(self._buffer(rows.clone() if repeated else rows))
+            buffers.append((rows.clone() if repeated else rows).numpy())
             seen.update(range(first, first + count))
         await xo.copy_to(buffers, refs)
-        return view.meta[slots].cpu().numpy()
+        return view.meta[slots].numpy()
 
-    def _buffer(self, rows: torch.Tensor) -> Any:
-        # xoscar's socket slices bytes; its NIXL channel also reads GPU memory in place.
-        return rows if self._torch_buffers and rows.is_cuda else rows.cpu().numpy()
+
+class Bounce:
+    """Copies slots out of a GPU's memory, on one thread ``xavier-bounce``."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "xavier-bounce")
+
+    def start(
+        self, data: torch.Tensor, slots: Sequence[int]
+    ) -> concurrent.futures.Future[torch.Tensor]:
+        """Return what will be the slots one after the other, uint8 ``[len(slots), slot_bytes]``."""
+        return self._thread.submit(self._copy, data, np.array(slots, dtype=np.int64))
+
+    def close(self) -> None:
+        """Wait for a copy that runs; afterwards the arena may go."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _copy(self, data: torch.Tensor, slots: npt.NDArray[np.int64]) -> torch.Tensor:
+        rows = torch.empty((len(slots), data.shape[1]), dtype=torch.uint8)
+        try:
+            self._device.move(data, slots, rows, np.arange(len(slots), dtype=np.int64))
+        finally:
+            self._device.fence()
+        return rows
 
 
 class _Landing:
@@ -119,7 +150,8 @@ class _Landing:
 class XoscarTransport(Transport):
     """Owns the pool of this worker. ``host`` is the address that peers reach us at.
 
-    ``views``, ``slot_bytes`` and ``staging`` as for ``NixlTransport``. Raises
+    ``views`` are our own arenas, ``staging`` is a range of slots of the host tier, the only memory
+    that is written. ``device`` copies from the GPU, for a KV cache that is on one. Raises
     :class:`TransportUnavailable` when the pool does not start.
     """
 
@@ -132,16 +164,17 @@ class XoscarTransport(Transport):
         slot_bytes: int,
         staging: range,
         host: str,
+        device: Device | None = None,
         scheme: Scheme = "tcp",
     ) -> None:
         self._views = {tier: view for tier, view in views.items() if len(view.data)}
-        require_staging(self._views, staging, slot_bytes)
+        require_staging(self._views, {Tier.HOST: staging}, slot_bytes)
         if scheme == "nixl":
             _load_nixl()
         self._slot_bytes = slot_bytes
         self._staging = staging
         self._bind = f"nixl://{host}:0" if scheme == "nixl" else f"{host}:0"
-        self._scheme = scheme
+        self._bounce = Bounce(device) if device is not None else None
         self._lock = threading.Lock()
         self._overdue: list[_Landing] = []
         self._closed = False
@@ -156,7 +189,9 @@ class XoscarTransport(Transport):
             self.close()
             raise TransportUnavailable(f"no xoscar pool at {self._bind}: {exc!r}") from exc
 
-    def connect(self, peer: WorkerHandle, *, deadline: float = math.inf) -> XoscarConnection:
+    def connect(
+        self, peer: WorkerHandle, tier: Tier, *, deadline: float = math.inf
+    ) -> XoscarConnection:
         """Ask the peer's actor what it holds, for at most :data:`CONNECT_LIMIT_S`."""
         if peer.xoscar is None:
             raise TransportUnavailable("the peer has no xoscar pool")
@@ -169,19 +204,26 @@ class XoscarTransport(Transport):
             raise TransportUnavailable(
                 f"the peer's slots have {slot_bytes} bytes, ours {self._slot_bytes}"
             )
-        return XoscarConnection(self, ref, {Tier(tier): n for tier, n in tiers.items()})
+        if tier not in tiers:
+            raise TransportUnavailable(f"the peer does not offer its {tier.name} tier")
+        return XoscarConnection(self, ref, tier, tiers[tier])
 
-    def quarantined(self) -> frozenset[int]:
-        """Staging slots whose buffers xoscar still holds after a fetch that failed."""
+    def quarantined(self, tier: Tier) -> frozenset[int]:
+        """Host slots whose buffers xoscar still holds after a fetch that failed."""
+        if tier is not Tier.HOST:
+            return frozenset()
         with self._lock:
             self._overdue = [landing for landing in self._overdue if landing.reachable()]
             return frozenset().union(*(landing.staging for landing in self._overdue))
 
-    def close(self, deadline_s: float = CLOSE_S) -> None:
-        """Stop the pool: running fetches fail, and peers reach us no more."""
+    def close(self, deadline_s: float = CLOSE_S) -> bool:
+        """Stop the pool: running fetches fail, and peers reach us no more.
+
+        What arrives late is written into buffers that keep their memory, which is never a GPU's.
+        """
         with self._lock:
             if self._closed:
-                return
+                return True
             self._closed = True
             self._stop_s = deadline_s
         if self._thread.is_alive():
@@ -189,8 +231,11 @@ class XoscarTransport(Transport):
             self._thread.join(deadline_s)
         if self._thread.is_alive():
             logger.warning("the xoscar pool at %s did not stop in time", self._bind)
+        if self._bounce is not None:
+            self._bounce.close()
         # The actor shares this dict: with it the arenas' memory is let go.
         self._views.clear()
+        return True
 
     # -- the loop's thread
 
@@ -211,7 +256,7 @@ class XoscarTransport(Transport):
                 SlotServer,
                 self._views,
                 self._slot_bytes,
-                self._scheme == "nixl",
+                self._bounce,
                 address=address,
                 uid=ACTOR_UID,
             )
@@ -282,32 +327,31 @@ class XoscarTransport(Transport):
 
 
 class XoscarConnection(Connection):
-    """The path to one peer's actor."""
+    """The path to one peer's actor, for one tier of ``slots`` slots."""
 
     transport: ClassVar[str] = XoscarTransport.name
 
-    def __init__(self, owner: XoscarTransport, ref: Any, tiers: dict[Tier, int]) -> None:
+    def __init__(self, owner: XoscarTransport, ref: Any, tier: Tier, slots: int) -> None:
         self._owner = owner
         self._ref = ref
-        self._tiers = tiers
+        self._tier = tier
+        self._slots = slots
         self._open = True
 
-    def view(self, tier: Tier) -> SlotView | None:
+    def view(self) -> SlotView | None:
         return None
 
     def fetch(
-        self, tier: Tier, slots: Sequence[int], staging: Sequence[int], *, deadline: float
+        self, slots: Sequence[int], staging: Sequence[int], *, deadline: float
     ) -> torch.Tensor:
         if not self._open:
             raise TransferFailed("the connection is closed")
         if not len(slots):
             return torch.empty((0, 2), dtype=torch.int64)
-        if tier not in self._tiers:
-            raise TransferFailed(f"the peer has no {tier.name} tier")
-        theirs = peer_rows(slots, self._tiers[tier], tier)
+        theirs = peer_rows(slots, self._slots, self._tier)
         ours = staging_rows(slots, staging, self._owner._staging)
         try:
-            return self._owner._fetch(self._ref, tier, theirs, ours, deadline)
+            return self._owner._fetch(self._ref, self._tier, theirs, ours, deadline)
         except TransferFailed:
             raise
         except (OSError, xo.ServerClosed, xo.SendMessageFailed) as exc:

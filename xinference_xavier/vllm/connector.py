@@ -22,12 +22,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from xinference_xavier.launch_note import end_with_launcher, reported
+from xinference_xavier.metrics.table import USAGE
 from xinference_xavier.options import split_options
 from xinference_xavier.vllm.compat import check_version, join_logging
 from xinference_xavier.vllm.engine import check_engine_config
 from xinference_xavier.vllm.identity import fix_hash_seed
 from xinference_xavier.vllm.metadata import ConnectorMeta, Handshake, WorkerMeta
 from xinference_xavier.vllm.scheduler import SchedulerSide
+from xinference_xavier.vllm.stats import XavierPromMetrics, XavierStats
 from xinference_xavier.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -153,9 +155,12 @@ class XavierConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the request; its blocks are never held: saves pin them by themselves."""
-        self.scheduler_side.finished(request)
-        return False, None
+        """Forget the request; its blocks are never held: saves pin them by themselves.
+
+        The parameters tell whoever asked where its prompt tokens came from.
+        """
+        usage = self.scheduler_side.finished(request)
+        return False, None if usage is None else {USAGE: usage}
 
     def has_pending_push_work(self) -> bool:
         """Keep an idle engine stepping while a pin is held or a load is under way."""
@@ -235,9 +240,32 @@ class XavierConnector(KVConnectorBase_V1):
     # --- both -------------------------------------------------------------------------------------
 
     @fails_open(lambda: None)
+    def get_kv_connector_stats(self) -> XavierStats | None:
+        """Return what the metrics are to hear; the scheduler side counts for all workers."""
+        return None if self._scheduler is None else self._scheduler.stats()
+
+    @fails_open(lambda: None)
     def shutdown(self) -> None:
         """Close this side; idempotent."""
         if self._scheduler is not None:
             self._scheduler.shutdown()
         if self._worker is not None:
             self._worker.shutdown()
+
+    # --- in the API server ------------------------------------------------------------------------
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> XavierStats:
+        """Return statistics that arrived as plain data."""
+        return XavierStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> XavierPromMetrics:
+        """Register our metrics beside vLLM's."""
+        return XavierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import platform
 from typing import TYPE_CHECKING
+
+from vllm.platforms import current_platform
 
 from xinference_xavier.features import EngineFacts, RequestFacts, check_engine
 from xinference_xavier.options import OptionError
+from xinference_xavier.preflight import EngineClaim
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.request import Request
 
 
@@ -26,7 +30,8 @@ def engine_facts(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFa
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     transfer = config.kv_transfer_config
     return EngineFacts(
-        device=str(config.device_config.device_type),
+        device=str(current_platform.device_name),
+        machine=platform.machine(),
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         data_parallel_size=parallel.data_parallel_size,
@@ -36,7 +41,7 @@ def engine_facts(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFa
         prefix_caching=bool(cache.enable_prefix_caching),
         hash_algorithm=str(cache.prefix_caching_hash_algo),
         kv_groups=tuple(
-            type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups
+            _spec_kinds(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups
         ),
         kv_dtype=str(cache.cache_dtype),
         dynamic_kv_scales=bool(cache.calculate_kv_scales),
@@ -47,6 +52,18 @@ def engine_facts(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFa
         pooling=model.runner_type == "pooling",
         sleep_mode=bool(model.enable_sleep_mode),
     )
+
+
+def _spec_kinds(spec: KVCacheSpec) -> str:
+    """Return the class names of a group's specs: several where layers differ in size or type."""
+    layers = getattr(spec, "kv_cache_specs", {"": spec})
+    return "+".join(sorted({type(layer).__name__ for layer in layers.values()}))
+
+
+def device_claim(config: VllmConfig) -> EngineClaim:
+    """Return what vLLM may take of its device."""
+    cache = config.cache_config
+    return EngineClaim(cache.gpu_memory_utilization, cache.kv_cache_memory_bytes)
 
 
 def request_facts(request: Request) -> RequestFacts:

@@ -14,25 +14,26 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final
 
 import numpy as np
 
 from xinference_xavier.control.runtime import ControlRuntime, MemberInfo, Reservation
-from xinference_xavier.store.index import SnapshotIndex, StoreClosed
+from xinference_xavier.store.index import Promotion, SnapshotIndex, StoreClosed
 from xinference_xavier.store.jobs import (
     OWN_STORE,
     LoadJob,
     LoadResult,
     LoadSegment,
-    SegmentResult,
     Tier,
 )
 from xinference_xavier.transport.base import WorkerHandle
 from xinference_xavier.vllm.counters import Counters
 from xinference_xavier.vllm.lookup import Lookups, Promise, Run
 from xinference_xavier.vllm.pace import Pace
+from xinference_xavier.vllm.sources import Part, Sources
 
 logger = logging.getLogger(__name__)
 
@@ -60,40 +61,28 @@ class _Load:
     first_block: int
     block_ids: list[int]
     runs: list[Run]
-    segments: list[tuple[int, int]]
-    """Member and number of rows of each shipped segment."""
+    parts: list[Part]
+    """One per shipped segment."""
+    promotions: list[Promotion]
+    promoted: set[int]
+    """Rows of all promotions together that no rank has failed."""
     ranks_left: int
     started: float
     failed: set[int] = field(default_factory=set)
     """Failed blocks, counted from ``first_block``."""
 
 
-@dataclass(slots=True)
-class Source:
-    """What was loaded from one member (or ``own``) so far, and over which transport."""
-
-    transport: str
-    loads: int = 0
-    blocks: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-    failures: int = 0
-
-    def to_dict(self) -> dict[str, object]:
-        """Return plain values; ``mb_per_s`` is what the copies and reads alone achieved."""
-        rate = self.nbytes / self.seconds / 1e6 if self.seconds else None
-        return {**asdict(self), "mb_per_s": rate}
-
-
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A load that ended. Of the request's blocks, those from ``first`` to before ``until`` hold
-    their content; ``store_again`` came from a peer for the second time."""
+    their content; ``sources`` says from where, as (source, number of blocks) in their order, and
+    ``store_again`` came from a peer for the second time."""
 
     request_id: str
     first: int
     until: int
     complete: bool
+    sources: tuple[tuple[str, int], ...]
     store_again: tuple[int, ...]
 
 
@@ -110,10 +99,13 @@ class Loads:
         pool_blocks: int,
         block_tokens: int,
         timeout_s: float,
+        promote: bool,
         pace: Pace,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``promote``: blocks of the host tier that are loaded go back to the device tier, as
+        long as it has free slots."""
         self._index = index
         self._control = control
         self._lookups = lookups
@@ -121,7 +113,7 @@ class Loads:
         self._pool_blocks = pool_blocks
         self._block_tokens = block_tokens
         self._timeout_s = timeout_s
-        self._pace = pace
+        self._promotes = promote
         self._counters = counters
         self._clock = clock
         self._next_job = 1
@@ -129,7 +121,13 @@ class Loads:
         self._unshipped: list[LoadJob] = []
         self._blocks_in_flight = 0
         self._hit_once: OrderedDict[bytes, None] = OrderedDict()
-        self._sources: dict[str, Source] = {}
+        self._sources = Sources(
+            control=control,
+            info=self._info,
+            pace=pace,
+            counters=counters,
+            block_tokens=block_tokens,
+        )
 
     @property
     def jobs(self) -> int:
@@ -138,7 +136,7 @@ class Loads:
 
     def sources(self) -> dict[str, dict[str, object]]:
         """Return what was loaded, by member name; any thread."""
-        return {name: source.to_dict() for name, source in list(self._sources.items())}
+        return self._sources.to_dict()
 
     def request_ids(self) -> set[str]:
         """Return the requests whose loads are under way."""
@@ -166,13 +164,15 @@ class Loads:
     ) -> None:
         """Start the load of ``block_ids``, the request's blocks from ``first_block`` on."""
         runs = promise.runs if promise is not None else []
+        promotions: list[Promotion] = []
         try:
-            segments = self._segments(runs, first_block, block_ids)
+            segments = self._segments(runs, first_block, block_ids, promotions)
         except Exception:
             # Fail open: vLLM waits for this load, so it must go out, as one that fails.
             self._counters.errors["begin load"] += 1
             logger.exception("Xavier could not make the load of request %s", request_id)
             segments = [_segment(OWN_STORE, [LOST] * len(block_ids), block_ids)]
+        moves = [row for promotion in promotions for row in promotion.rows]
         job_id = self._next_job
         self._next_job += 1
         self._loads[job_id] = _Load(
@@ -181,17 +181,27 @@ class Loads:
             first_block,
             list(block_ids),
             list(runs),
-            [(segment.member, len(segment.rows)) for segment in segments],
+            [Part(segment.member, len(segment.rows)) for segment in segments],
+            promotions,
+            set(range(len(moves))),
             self._ranks,
             self._clock(),
         )
         self._blocks_in_flight += len(block_ids)
-        self._unshipped.append(LoadJob(job_id, request_id, tuple(segments), self._timeout_s))
+        table = np.array(moves, dtype=np.int64).reshape(-1, 3)
+        self._unshipped.append(LoadJob(job_id, request_id, tuple(segments), self._timeout_s, table))
 
     def _segments(
-        self, runs: Sequence[Run], first_block: int, block_ids: Sequence[int]
+        self,
+        runs: Sequence[Run],
+        first_block: int,
+        block_ids: Sequence[int],
+        promotions: list[Promotion],
     ) -> list[LoadSegment]:
-        """Map the runs onto the blocks and keep their leases; the rest of the blocks is lost."""
+        """Map the runs onto the blocks and keep their leases; the rest of the blocks is lost.
+
+        Appends what is to be promoted with them to ``promotions``.
+        """
         segments: list[LoadSegment] = []
         position, end = first_block, first_block + len(block_ids)
         for run in runs:
@@ -202,6 +212,8 @@ class Loads:
             ids = block_ids[position - first_block : stop - first_block]
             segments.append(_segment(run.member, rows, ids))
             self._hold(run)
+            if self._promotes and run.member == OWN_STORE:
+                promotions += self._promotion(run, position - run.first, stop - position)
             position = stop
         if position < end:
             lost = [LOST] * (end - position)
@@ -235,6 +247,7 @@ class Loads:
                 self._counters.errors["load report"] += 1
                 logger.exception("Xavier could not read the report of load %d", result.job_id)
                 load.failed.update(range(len(load.block_ids)))
+                load.promoted.clear()
             if load.ranks_left == 0:
                 del self._loads[result.job_id]
                 ended.append(self._end(load))
@@ -258,6 +271,37 @@ class Loads:
             self._counters.errors["hold"] += 1
             logger.exception("Xavier could not hold a lease of member %d", run.member)
 
+    def _promotion(self, run: Run, first: int, count: int) -> list[Promotion]:
+        """Find device slots for blocks of an own run: one promotion, or none."""
+        if isinstance(run.hold, Reservation):
+            return []
+        try:
+            planned = self._index.promote(run.hold.lease_id, first, count, wait=False)
+        except StoreClosed:
+            return []
+        except Exception:
+            # Fail open: the load itself goes on, its blocks stay in the host tier.
+            self._counters.errors["promote"] += 1
+            logger.exception("Xavier could not plan a promotion")
+            return []
+        return [planned] if planned is not None and planned.rows else []
+
+    def _finish_promotions(self, load: _Load) -> None:
+        """Let blocks move whose copies are good on every rank; free all other slots."""
+        start = 0
+        for promotion in load.promotions:
+            end = start + len(promotion.rows)
+            good = {row - start for row in load.promoted if start <= row < end}
+            start = end
+            try:
+                self._index.finish_promotion(promotion.promotion_id, good)
+            except StoreClosed:
+                return
+            except Exception:
+                # Fail open: the leases of this load must still be released.
+                self._counters.errors["promote"] += 1
+                logger.exception("Xavier could not finish promotion %d", promotion.promotion_id)
+
     def _info(self, member: int) -> MemberInfo | None:
         if member == OWN_STORE:
             return None
@@ -271,55 +315,43 @@ class Loads:
 
     def _note(self, load: _Load, result: LoadResult) -> None:
         offset = 0
-        for segment, (member, count) in zip(result.segments, load.segments, strict=False):
+        for part, segment in zip(load.parts, result.segments, strict=False):
+            part.add(segment)
             load.failed.update(offset + row for row in segment.failed_rows)
-            offset += count
-            self._judge(member, count, segment)
+            offset += part.rows
         # A report that lacks segments has loaded nothing of them.
         load.failed.update(range(offset, len(load.block_ids)))
-
-    def _judge(self, member: int, count: int, segment: SegmentResult) -> None:
-        self._counters.verified_blocks += segment.verified_blocks
-        good = count - len(segment.failed_rows)
-        source = self._source(member, segment.transport)
-        source.loads += 1
-        source.blocks += good
-        source.nbytes += segment.nbytes
-        source.seconds += segment.seconds
-        source.failures += segment.reason is not None
-        if segment.reason is not None:
-            self._counters.loads_failed[segment.reason] += 1
-        if good:
-            self._pace.loaded(member, good * self._block_tokens, segment.seconds)
-        if member != OWN_STORE:
-            self._control.report_load(member, segment.reason is None, segment.reason)
-
-    def _source(self, member: int, transport: str) -> Source:
-        info = self._info(member)
-        name = "own" if member == OWN_STORE else info.name if info else f"member {member}"
-        source = self._sources.setdefault(name, Source(transport))
-        if transport != "none":
-            source.transport = transport
-        return source
+        load.promoted &= result.promoted
 
     def _end(self, load: _Load) -> Loaded:
+        try:
+            self._sources.judge(load.parts)
+        except Exception:
+            # Fail open: leases hang on the end of this load.
+            self._counters.errors["load report"] += 1
+            logger.exception("Xavier could not judge the load of request %s", load.request_id)
+        self._finish_promotions(load)
         for run in load.runs:
             self._lookups.release(run)
         self._blocks_in_flight -= len(load.block_ids)
         good = min(load.failed, default=len(load.block_ids))
         self._counters.loads += 1
         self._counters.failed_blocks += len(load.failed)
-        store_again = self._count_tokens(load, good)
+        sources, store_again = self._sort_out(load, good)
+        for source, blocks in sources:
+            self._counters.loaded_tokens[source] += blocks * self._block_tokens
         return Loaded(
             load.request_id,
             load.first_block,
             load.first_block + good,
             not load.failed,
+            tuple(sources),
             tuple(store_again),
         )
 
-    def _count_tokens(self, load: _Load, good: int) -> list[int]:
-        """Count the usable blocks by source; return those a peer gave for the second time."""
+    def _sort_out(self, load: _Load, good: int) -> tuple[list[tuple[str, int]], list[int]]:
+        """Return the usable blocks by source, and those a peer gave for the second time."""
+        sources: list[str] = []
         again: list[int] = []
         position = load.first_block
         for run in load.runs:
@@ -329,12 +361,12 @@ class Loads:
             owner = "own" if run.member == OWN_STORE else "peer"
             for block in range(position, stop):
                 tier = Tier(run.rows[block - run.first][0]).name.lower()
-                self._counters.loaded_tokens[f"{owner}_{tier}"] += self._block_tokens
+                sources.append(f"{owner}_{tier}")
                 key = load.keys[block - load.first_block]
                 if run.member != OWN_STORE and self._second_hit(key):
                     again.append(block)
             position = max(position, stop)
-        return again
+        return [(name, len(list(blocks))) for name, blocks in groupby(sources)], again
 
     def _second_hit(self, key: bytes) -> bool:
         if key in self._hit_once:

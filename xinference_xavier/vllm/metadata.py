@@ -64,8 +64,9 @@ class WorkerMeta(KVConnectorWorkerMetadata):
 class Handshake(KVConnectorHandshakeMetadata):
     """What one worker built at start. Sizes in bytes, counts in slots.
 
-    ``host_slots`` are the slots that the index may use; the staging slots behind them in the
-    same arena are not counted.
+    ``device_slots`` and ``host_slots`` are those that the index may use; the staging slots behind
+    them in the same arenas are not counted. ``unpinned_reason`` is why copies between GPU and host
+    tier are slower than they could be, None where they are not.
     """
 
     worker: WorkerHandle
@@ -76,3 +77,6 @@ class Handshake(KVConnectorHandshakeMetadata):
     block_bytes: int
     slot_bytes: int
     block_tokens: int
+    device_staging_slots: int = 0
+    host_pinned: bool = False
+    unpinned_reason: str | None = None

@@ -15,6 +15,7 @@ from xinference_xavier.control.runtime import ControlRuntime
 from xinference_xavier.options import Deployment, XavierOptions
 from xinference_xavier.sizes import format_size
 from xinference_xavier.store.index import SnapshotIndex
+from xinference_xavier.tiers import spare_slots
 from xinference_xavier.vllm.compat import Blocks
 from xinference_xavier.vllm.counters import Counters
 from xinference_xavier.vllm.identity import group_fingerprint
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 START_TIMEOUT_S: Final = 30.0
-
-SPARE_SHARE: Final = 4
-"""Spare host slots, into which a step's demotions go while the tier is full, are at most one of
-this many parts of the host tier."""
 
 
 @dataclass(slots=True)
@@ -76,8 +73,10 @@ def assemble(
     status: Callable[[], dict[str, Any]],
     clear: Callable[[], dict[str, Any]],
     close: Callable[[float], dict[str, Any]],
+    limit: Callable[[int | None, int | None], dict[str, Any]],
+    withdraw: Callable[[], None],
 ) -> Parts:
-    """Make the parts for these workers, and start the control thread with the three hooks.
+    """Make the parts for these workers, and start the control thread with the five hooks.
 
     Called once, on the engine's thread, before the first request. Raises OptionError or
     RuntimeError, which fail the launch.
@@ -86,8 +85,8 @@ def assemble(
     device_slots = min(rank.device_slots for rank in ranks)
     host_slots = min(rank.host_slots for rank in ranks)
     step_blocks = -(-config.scheduler_config.max_num_batched_tokens // block_tokens)
-    spare_slots = min(step_blocks, host_slots // SPARE_SHARE) or min(1, host_slots)
-    index = SnapshotIndex(device_slots=device_slots, host_slots=host_slots, spare_slots=spare_slots)
+    spare = spare_slots(host_slots, step_blocks)
+    index = SnapshotIndex(device_slots=device_slots, host_slots=host_slots, spare_slots=spare)
     mirror = Mirror()
     control = ControlRuntime(
         index=index,
@@ -101,6 +100,8 @@ def assemble(
         status_hook=status,
         clear_hook=clear,
         close_hook=close,
+        limit_hook=limit,
+        withdraw_hook=withdraw,
     )
     lookups = Lookups(
         index=index,
@@ -121,6 +122,8 @@ def assemble(
         pool_blocks=blocks.total,
         block_tokens=block_tokens,
         timeout_s=options.xavier_load_timeout,
+        # Where the device tier is host memory, a move would gain nothing.
+        promote=any(rank.device != "cpu" for rank in ranks),
         pace=pace,
         counters=counters,
     )
@@ -140,9 +143,12 @@ def assemble(
         "slot_bytes": ranks[0].slot_bytes,
         "block_tokens": block_tokens,
         "device_slots": device_slots,
-        "host_slots": host_slots - spare_slots,
-        "spare_slots": spare_slots,
+        "host_slots": host_slots - spare,
+        "spare_slots": spare,
         "staging_slots": min(rank.staging_slots for rank in ranks),
+        "device_staging_slots": min(rank.device_staging_slots for rank in ranks),
+        "host_pinned": all(rank.host_pinned for rank in ranks),
+        "unpinned_reason": next((r.unpinned_reason for r in ranks if r.unpinned_reason), None),
     }
     control.start(START_TIMEOUT_S)
     launch_note.write_peer(control.address)

@@ -68,7 +68,8 @@ class _Job:
     block_ids: list[int]
     request_ids: list[str]
     ranks_left: int
-    failed_demotions: set[int] = field(default_factory=set)
+    failed_demotions: Counter[int] = field(default_factory=Counter)
+    """Row to the number of ranks on which it failed."""
     failed_stores: set[int] = field(default_factory=set)
 
 
@@ -195,14 +196,14 @@ class Saves:
                 self._counters.errors["unknown store job"] += 1
                 continue
             job.ranks_left -= 1
-            job.failed_demotions |= result.failed_demotions
+            job.failed_demotions.update(result.failed_demotions)
             job.failed_stores |= result.failed_stores
             if result.reason is not None:
                 self._counters.saves_failed[result.reason] += len(result.failed_stores)
             if job.ranks_left == 0:
                 del self._jobs[result.job_id]
-                self._unpin(job.block_ids)
                 self._commit(result.job_id, job)
+                self._unpin(job.block_ids)
 
     def invalidated(self, block_ids: Collection[int]) -> None:
         """Drop the pending saves of every request with a block that failed to load."""
@@ -310,6 +311,9 @@ class Saves:
                     job_id,
                     failed_demotions=job.failed_demotions,
                     failed_stores=job.failed_stores,
+                    unsure_demotions=[
+                        row for row, ranks in job.failed_demotions.items() if ranks < self._ranks
+                    ],
                 )
                 self._announce(changes.added, changes.removed)
         except StoreClosed:
@@ -318,8 +322,21 @@ class Saves:
             # Fail open: other jobs of the same report must still be committed.
             self._counters.errors["commit"] += 1
             logger.exception("Xavier could not commit store job %d", job_id)
+            self._give_up(job_id)
             return
         self._counters.saved_blocks += len(changes.added)
+
+    def _give_up(self, job_id: int) -> None:
+        """Free the slots of a job whose reports make no sense."""
+        try:
+            with self._publishing:
+                self._announce((), self._index.abandon(job_id).removed)
+        except StoreClosed:
+            return
+        except Exception:
+            # Fail open, as above.
+            self._counters.errors["commit"] += 1
+            logger.exception("Xavier could not give up store job %d", job_id)
 
     def _announce(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
         if not added and not removed:

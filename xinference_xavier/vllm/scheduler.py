@@ -22,12 +22,15 @@ from xinference_xavier.features import bypass_reason
 from xinference_xavier.options import Deployment, OptionError, XavierOptions
 from xinference_xavier.store.index import SnapshotIndex, StoreClosed
 from xinference_xavier.store.jobs import StoreJob
+from xinference_xavier.vllm import limits
 from xinference_xavier.vllm.compat import Blocks
 from xinference_xavier.vllm.counters import Counters
 from xinference_xavier.vllm.engine import request_facts
 from xinference_xavier.vllm.metadata import ConnectorMeta, Handshake, WorkerMeta
 from xinference_xavier.vllm.pace import SMALL_STEP, Pace
 from xinference_xavier.vllm.parts import Parts, assemble
+from xinference_xavier.vllm.stats import StatsSource, XavierStats
+from xinference_xavier.vllm.usage import Usage, Usages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,6 +65,8 @@ class SchedulerSide:
         self._deployment = deployment
         self._block_tokens = vllm_config.cache_config.block_size
         self._counters = Counters()
+        self._usages = Usages(self._counters)
+        self._stats = StatsSource(self.measured, self._counters.load_seconds)
         self._pace = Pace()
         self._blocks: Blocks | None = None
         self._parts: Parts | None = None
@@ -108,6 +113,8 @@ class SchedulerSide:
             status=self.status,
             clear=lambda: {"cleared": self.clear()},
             close=self.close,
+            limit=self.set_limits,
+            withdraw=self.withdraw,
         )
         logger.info("Xavier is ready: %s", self._parts.summary)
 
@@ -117,7 +124,6 @@ class SchedulerSide:
         """Count the request and start looking for its blocks."""
         self._requests[request.request_id] = request
         self._counters.requests += 1
-        self._counters.prompt_tokens += request.num_prompt_tokens
         if self._parts is None:
             return
         reason = self._bypass(request)
@@ -134,6 +140,8 @@ class SchedulerSide:
         count = parts.lookups.matched(
             request, computed_tokens // self._block_tokens, room=parts.loads.room()
         )
+        if count and self._would_bar_loaded(parts, request):
+            return None
         return None if count is None else count * self._block_tokens
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
@@ -208,17 +216,26 @@ class SchedulerSide:
             # Pins hang on these reports, whatever becomes of the others.
             parts.saves.completed(meta.stores)
 
-    def finished(self, request: Request) -> None:
-        """Forget a request that ends; its full blocks that are left are still saved."""
+    def finished(self, request: Request) -> Usage | None:
+        """Forget a request that ends; its full blocks that are left are still saved.
+
+        Returns where its prompt tokens came from, or None if it never got to run.
+        """
+        usage = self._usages.finished(request.request_id)
         parts = self._parts
         self._requests.pop(request.request_id, None)
         self._no_more_loads.discard(request.request_id)
         self._outdated.discard(request.request_id)
         if parts is None:
-            return
+            return usage
         parts.lookups.settled(request.request_id)
         parts.loaded.pop(request.request_id, None)
         parts.saves.finished(request.request_id, request.num_computed_tokens)
+        return usage
+
+    def stats(self) -> XavierStats | None:
+        """Return what vLLM's metrics are to hear at the end of a step, or None."""
+        return self._stats.take(idle=not self._requests and not self.pending)
 
     @property
     def pending(self) -> bool:
@@ -256,20 +273,41 @@ class SchedulerSide:
         self._counters.resets += 1
         return True
 
-    def status(self) -> dict[str, Any]:
-        """Return this replica's state as plain values for JSON."""
+    def measured(self) -> dict[str, Any]:
+        """Return the part of the status that the metrics are made of."""
         parts = self._parts
         if parts is None:
             return {"state": "starting"}
         return {
             "state": "closed" if self._final is not None else "ready",
-            "member": self._deployment.xavier_member,
-            "options": self._options.to_mapping(),
             "store": {**parts.shape, **_counters(parts.index)},
             "traffic": self._counters.to_dict(),
-            "sources": parts.loads.sources(),
             "transport_refusals": dict(parts.refusals),
             "hook_failures": dict(self._failures),
+        }
+
+    def set_limits(self, device_slots: int | None, host_slots: int | None) -> dict[str, Any]:
+        """Let each tier hold at most so many blocks; see :func:`limits.set_limits`."""
+        if self._parts is None:
+            return {"limited": False}
+        return limits.set_limits(self._parts, self._publishing, device_slots, host_slots)
+
+    def withdraw(self) -> None:
+        """Tell the directory of blocks that went when the leases on them ended."""
+        if self._parts is not None:
+            limits.withdraw(self._parts, self._publishing)
+
+    def status(self) -> dict[str, Any]:
+        """Return this replica's state as plain values for JSON."""
+        parts = self._parts
+        measured = self.measured()
+        if parts is None:
+            return measured
+        return {
+            **measured,
+            "member": self._deployment.xavier_member,
+            "options": self._options.to_mapping(),
+            "sources": parts.loads.sources(),
             "pace": self._pace.to_dict(),
             "pinned_blocks": parts.saves.pinned,
             "store_jobs": parts.saves.jobs,
@@ -344,6 +382,22 @@ class SchedulerSide:
             self._pace.prefilled(tokens, now - max(started, self._last_output))
         self._last_output = now
 
+    def _would_bar_loaded(self, parts: Parts, request: Request) -> bool:
+        """Whether a load for this request must wait until vLLM has run others whose load ended.
+
+        vLLM gives a load no block that requests already loaded still need. One that does not fit
+        beside them stays at the head of its queue, and if they are behind it there, neither would
+        ever run. When told to ask again, vLLM goes on to the next one in the queue.
+        """
+        if not parts.loaded or self._blocks is None:
+            return False
+        need = -(-request.num_tokens // self._block_tokens)
+        for loaded in parts.loaded.values():
+            other = self._requests.get(loaded.request_id)
+            if other is not None:
+                need += -(-other.num_tokens // self._block_tokens) - loaded.until
+        return need > self._blocks.free
+
     def _bypass(self, request: Request) -> str | None:
         """Return why a request's blocks are not read from the store, or None."""
         if self._closing.is_set():
@@ -381,22 +435,28 @@ class SchedulerSide:
         if request is None:
             return
         loaded = parts.loaded.pop(request_id, None)
+        facts = request_facts(request)
+        if request.num_preemptions == 0:
+            sources = loaded.sources if loaded is not None else ()
+            self._usages.started(
+                request_id,
+                prompt_tokens=request.num_prompt_tokens,
+                local_tokens=loaded.first * self._block_tokens if loaded and sources else computed,
+                ready_tokens=computed,
+                loaded=[(source, blocks * self._block_tokens) for source, blocks in sources],
+                looked_up=not self._closing.is_set() and bypass_reason(facts) is None,
+            )
         if request_id in self._outdated:
             self._outdated.discard(request_id)
             return
-        facts = request_facts(request)
         if facts.multimodal or facts.prompt_embeds:
             return  # nobody would ever read its blocks
         first = computed // self._block_tokens
-        local = computed
         again: tuple[int, ...] = ()
         if loaded is not None:
             # After a full hit vLLM computes the last token again, in a block that was loaded.
             first = max(first, loaded.until)
-            local = loaded.first * self._block_tokens
             again = loaded.store_again
-        if request.num_preemptions == 0:
-            self._counters.local_tokens += local
         parts.saves.admitted(request, block_ids, first, again)
 
 

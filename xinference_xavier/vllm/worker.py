@@ -12,41 +12,58 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from xinference_xavier.control.client import route_address
 from xinference_xavier.layout import BlockLayout, probe_layout
 from xinference_xavier.options import Deployment, OptionError, XavierOptions
-from xinference_xavier.preflight import check_budgets
+from xinference_xavier.preflight import (
+    DeviceMemory,
+    check_budgets,
+    check_device_room,
+    device_need,
+    device_staging_slots,
+)
 from xinference_xavier.sizes import format_size
-from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.copier import CopyEngine
-from xinference_xavier.store.device import CpuDevice
+from xinference_xavier.store.cuda import Cuda, CudaApi
+from xinference_xavier.store.cuda_device import device_bytes
+from xinference_xavier.store.device import Mark
 from xinference_xavier.store.jobs import LoadJob, LoadResult, SegmentResult, Tier
+from xinference_xavier.tiers import LEAST_HOST_SLOTS
 from xinference_xavier.transport.base import WorkerHandle
 from xinference_xavier.transport.loader import LoadEngine
 from xinference_xavier.transport.select import Transports
 from xinference_xavier.transport.shm import host_id
+from xinference_xavier.vllm.engine import device_claim
+from xinference_xavier.vllm.memory import Slots, WorkerMemory
 from xinference_xavier.vllm.metadata import ConnectorMeta, Handshake, WorkerMeta
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
-
-STAGING_SHARE: Final = 16
-"""Staging slots for network reads are at most one of this many parts of the host tier."""
-
-MOST_STAGING: Final = 256
-
-LEAST_HOST_SLOTS: Final = 3
-"""One block, one spare slot, one staging slot."""
 
 SHUTDOWN_S: Final = 4.0
 """Longest shutdown, all together; vLLM kills a worker after five seconds."""
 
 DRAIN_S: Final = 1.0
 """Of that, longest wait for running loads, and again for running stores."""
+
+
+def _cuda(device: torch.device) -> CudaApi | None:
+    """Return the API of the GPU that the KV cache is on; None where it is in host memory."""
+    if device.type == "cpu":
+        return None
+    if device.type == "cuda":
+        return Cuda(device)
+    raise OptionError(f"a KV cache on {device} is not supported: cuda and cpu are")
+
+
+def _device_memory(api: CudaApi) -> DeviceMemory:
+    available, total = api.memory()
+    return DeviceMemory(str(api.device), total, available)
 
 
 class WorkerSide:
@@ -63,7 +80,7 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._options = options
         self._deployment = deployment
-        self._arenas: dict[Tier, Arena] = {}
+        self._memory: WorkerMemory | None = None
         self._handshake: Handshake | None = None
         self._copies: CopyEngine | None = None
         self._loads: LoadEngine | None = None
@@ -81,72 +98,80 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Build arenas and copy engines for vLLM's KV cache.
 
-        Raises OptionError or LayoutError, which fail the launch with that message.
+        Raises OptionError, LayoutError, ArenaError or TransportUnavailable, which fail the launch
+        with that message. Nothing is left then.
         """
+        try:
+            self._build(kv_caches)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _build(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         block_tokens = self._config.cache_config.block_size
         layout, views = probe_layout(
             kv_caches, num_blocks=self._kv_cache_config.num_blocks, block_tokens=block_tokens
         )
-        device = views[0].device.type
-        ranks = self._config.parallel_config.world_size
-        device_slots, host_slots = self._slots(layout, ranks)
-        staging = min(MOST_STAGING, host_slots // STAGING_SHARE) or min(1, host_slots)
-        if device_slots:
-            self._arenas[Tier.DEVICE] = Arena.create(device_slots, layout.slot_bytes, "device")
-        if host_slots:
-            self._arenas[Tier.HOST] = Arena.create(host_slots, layout.slot_bytes, "host")
-        staging_slots = range(host_slots - staging, host_slots)
-        copier = CpuDevice(layout, views)
+        device = views[0].device
+        api = _cuda(device)
+        slots = self._slots(layout, self._config.parallel_config.world_size, api)
+        memory = self._memory = WorkerMemory(layout, views, slots, api)
         self._transports = Transports.start(
             choice=self._options.xavier_transport,
-            arenas=self._arenas,
-            staging=staging_slots,
+            arenas=memory.arenas,
+            staging=memory.staging,
             host=self._deployment.xavier_host or route_address(self._deployment.xavier_directory),
             layout_digest=layout.digest(),
+            gpu=memory.gpu,
         )
         self._copies = CopyEngine(
             layout=layout,
-            arenas=self._arenas,
-            device=copier,
+            arenas=memory.arenas,
+            device=memory.device,
             verify=self._options.xavier_verify,
         )
         self._loads = LoadEngine(
             layout=layout,
-            arenas=self._arenas,
-            device=copier,
+            arenas=memory.arenas,
+            device=memory.device,
             verify=self._options.xavier_verify,
-            staging=staging_slots,
+            staging=memory.staging,
             transports=self._transports,
         )
         rank = self._config.parallel_config.rank
+        staging = {tier: len(memory.staging.get(tier, ())) for tier in Tier}
         self._handshake = Handshake(
             worker=WorkerHandle(
                 rank=rank,
                 host_id=host_id(),
                 layout_digest=layout.digest(),
-                arenas={tier: arena.handle() for tier, arena in self._arenas.items()},
+                arenas={tier: arena.handle() for tier, arena in memory.arenas.items()},
                 **self._transports.published(),
             ),
-            device=device,
-            device_slots=device_slots,
-            host_slots=host_slots - staging,
-            staging_slots=staging,
+            device=device.type,
+            device_slots=slots.device,
+            host_slots=slots.host - staging[Tier.HOST],
+            staging_slots=staging[Tier.HOST],
             block_bytes=layout.block_bytes,
             slot_bytes=layout.slot_bytes,
             block_tokens=block_tokens,
+            device_staging_slots=staging[Tier.DEVICE],
+            host_pinned=memory.pinned,
+            unpinned_reason=memory.unpinned,
         )
         logger.info(
             "Xavier rank %d: %d device slots in %s memory and %d host slots of %s, populated",
             rank,
-            device_slots,
-            device,
-            host_slots,
+            slots.device,
+            device.type,
+            slots.host,
             format_size(layout.slot_bytes),
         )
 
-    def _slots(self, layout: BlockLayout, ranks: int) -> tuple[int, int]:
+    def _slots(self, layout: BlockLayout, ranks: int, api: CudaApi | None) -> Slots:
         """Return this rank's device and host slots; raises OptionError (R10, third point)."""
-        budgets = check_budgets(self._options)
+        memory = None if api is None else _device_memory(api)
+        budgets = check_budgets(self._options, device=memory)
         gpu = layout.slots(budgets.device // ranks)
         if budgets.device and not gpu:
             block = format_size(layout.slot_bytes * ranks)
@@ -164,23 +189,49 @@ class WorkerSide:
                 "that arrives and one for reads over the network. Give at least that, or 0 to "
                 "turn the tier off"
             )
-        return gpu, host
+        if api is None or memory is None:
+            return Slots(device=gpu, host=host)
+        need = device_need(
+            self._options,
+            gpu * layout.slot_bytes,
+            slot_bytes=layout.slot_bytes,
+            scratch=device_bytes(layout.slot_bytes, len(layout.spans)),
+        )
+        held = torch.cuda.memory_reserved(api.device)
+        check_device_room(self._options, need, memory, device_claim(self._config), held)
+        staging = device_staging_slots(self._options, layout.slot_bytes) if gpu else 0
+        return Slots(device=gpu, host=host, device_staging=staging)
 
     def handshake(self) -> Handshake | None:
         """Return what the scheduler side needs to know; None before :meth:`register`."""
         return self._handshake
 
     def shutdown(self) -> None:
-        """Stop copies, close transports, unmap the arenas, in :data:`SHUTDOWN_S`. Idempotent."""
+        """Stop copies, close transports, give memory back, in :data:`SHUTDOWN_S`. Idempotent.
+
+        Memory that a copy or a transfer may still use is left to a later call, or to the end of
+        the process.
+        """
         end = time.monotonic() + SHUTDOWN_S
-        for engine in (self._loads, self._copies):
-            if engine is not None and not engine.close(DRAIN_S):
-                logger.warning("Xavier: copies were still running after %.0f s", DRAIN_S)
+        running = [
+            engine
+            for engine in (self._loads, self._copies)
+            if engine is not None and not engine.close(DRAIN_S)
+        ]
+        if running:
+            logger.warning("Xavier: copies were still running after %.0f s", DRAIN_S)
+        unused = not running
         if self._transports is not None:
-            self._transports.close(end - time.monotonic())
-        for arena in self._arenas.values():
-            arena.close()
-        self._arenas.clear()
+            # They go first: they serve peers from the memory, and copy with the device.
+            try:
+                unused &= self._transports.close(end - time.monotonic())
+            except Exception:  # the memory goes all the same
+                logger.exception("Xavier: a transport could not be closed")
+        if self._memory is not None and unused:
+            try:
+                self._memory.close()
+            except Exception:  # the engine ends all the same
+                logger.exception("Xavier: not all memory could be given back")
 
     # --- one step --------------------------------------------------------------------------------
 
@@ -189,8 +240,11 @@ class WorkerSide:
         if meta is self._submitted:
             return
         self._submitted = meta
-        for job in meta.loads:
-            self._start_load(job, meta)
+        if meta.loads:
+            # Forwards in flight may still use the blocks for requests that had them before.
+            after = self._mark()
+            for job in meta.loads:
+                self._start_load(job, meta, after)
 
     def start_stores(self, meta: ConnectorMeta) -> None:
         """Submit the step's stores, once; called after the forward that fills the blocks."""
@@ -198,9 +252,10 @@ class WorkerSide:
         if meta is self._stored:
             return
         self._stored = meta
-        for job in meta.stores:
-            if self._copies is not None:
-                self._copies.submit(job)
+        if meta.stores and self._copies is not None:
+            after = self._mark()
+            for job in meta.stores:
+                self._copies.submit(job, after)
 
     def finished(self) -> set[str]:
         """Return requests whose load ended since the last call, each exactly once."""
@@ -227,14 +282,17 @@ class WorkerSide:
             return None
         return WorkerMeta(stored, ended, quarantined, step, refusals or None)
 
-    def _start_load(self, job: LoadJob, meta: ConnectorMeta) -> None:
+    def _mark(self) -> Mark | None:
+        return None if self._memory is None else self._memory.device.mark()
+
+    def _start_load(self, job: LoadJob, meta: ConnectorMeta, after: Mark | None) -> None:
         self._blocks_of[job.job_id] = [segment.rows[:, 3].tolist() for segment in job.segments]
         try:
             if self._loads is None:
                 raise RuntimeError("the KV cache is not registered")
             rank = self._config.parallel_config.rank
             handles = {member: workers[rank] for member, workers in meta.peers.items()}
-            self._loads.submit(job, handles)
+            self._loads.submit(job, handles, after)
         except Exception:
             # Fail open: vLLM waits for this request, so its load must end now, as failed.
             logger.exception("Xavier could not start the load of request %s", job.request_id)

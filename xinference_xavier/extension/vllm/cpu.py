@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from xinference_xavier.preflight import HostMemory
+from xinference_xavier.hostmemory import HostMemory
 
 BINDING_VARIABLE: Final = "VLLM_CPU_OMP_THREADS_BIND"
 KV_SPACE_VARIABLE: Final = "VLLM_CPU_KVCACHE_SPACE"

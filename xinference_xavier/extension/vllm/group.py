@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import xoscar as xo
+from xinference.core.utils import parse_replica_model_uid
 
 from xinference_xavier.control.client import directory_members, peer_call
 from xinference_xavier.extension.names import NAME, RECORD_FINAL, SUPERVISOR_UID, WORKER_UID
@@ -61,6 +62,15 @@ async def find_placement(address: str, model_uid: str, replica_uid: str) -> Plac
     infos = await supervisor.get_instance_info(None, model_uid)
     replicas = max((int(info["replica"]) for info in infos), default=1)
     return Placement(supervisor.address, worker_address, replicas)
+
+
+async def replicas_on_device(worker: str, model_uid: str, index: int) -> int:
+    """Return how many replicas of a model the worker at ``worker`` has assigned to a GPU."""
+    ref = await xo.actor_ref(address=worker, uid=WORKER_UID)
+    status = await ref.get_gpu_allocation_status()
+    uids = set(status["models"].get(index, ()))
+    uids.update(uid for uid, _ in status["user_specified"].get(index, ()))
+    return sum(parse_replica_model_uid(uid)[0] == model_uid for uid in uids)
 
 
 async def describe(

@@ -17,13 +17,14 @@ import logging
 import os
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, Final, TypeVar
 from weakref import WeakSet
 
 from xinference.model.llm.vllm.core import VLLMChatModel, VLLMModel, VLLMMultiModel
 
-from xinference_xavier.extension.devices import ENGINE_SHARE, device_memory
+from xinference_xavier.extension.devices import device_memories
 from xinference_xavier.extension.launch import (
     CARRIER,
     OURS_ALONE,
@@ -31,13 +32,17 @@ from xinference_xavier.extension.launch import (
     launch_problems,
     read_carrier,
 )
-from xinference_xavier.extension.vllm import cpu, group
+from xinference_xavier.extension.vllm import cpu, gpu, group
 from xinference_xavier.extension.vllm.engine import engine_arguments
+from xinference_xavier.extension.vllm.reporting import report_for_ever
+from xinference_xavier.extension.vllm.usage import SourcesInUsage
 from xinference_xavier.features import check_version
+from xinference_xavier.hostmemory import host_memory
 from xinference_xavier.launch_note import ENVIRONMENT as NOTE_VARIABLE
 from xinference_xavier.launch_note import LaunchNote
 from xinference_xavier.options import Deployment, OptionError, XavierOptions
-from xinference_xavier.preflight import DeviceMemory, check_budgets, host_memory
+from xinference_xavier.preflight import UNKNOWN_DEVICE, EngineClaim, check_budgets, make_room
+from xinference_xavier.sizes import format_size
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +56,7 @@ LOOP_GRACE_S: Final = 1.0
 T = TypeVar("T")
 
 
-class GpuFirstModel(VLLMModel):
+class GpuFirstModel(SourcesInUsage):
     """What the three classes below have in common.
 
     ``__init__`` runs on a thread of the worker's process. ``load``, ``wait_for_load`` and
@@ -77,9 +82,14 @@ class GpuFirstModel(VLLMModel):
         config = {} if model_config is None else model_config
         self.gpu_first: XavierOptions | None = _take_options(config)
         self._budget_bytes = 0
+        self._claim: EngineClaim | None = None
+        self._engine_share: dict[str, float | int] = {}
+        self._used_before: dict[int, int] = {}
         self._deployment: Deployment | None = None
+        self._worker = ""
         self._note: LaunchNote | None = None
         self._final: dict[str, Any] | None = None
+        self._reports: Future[None] | None = None
         self._leaving = False
         if self.gpu_first is not None:
             problems = launch_problems({**config, "peft_model_config": peft_model})
@@ -124,9 +134,13 @@ class GpuFirstModel(VLLMModel):
                 raise
             logger.exception("The engine of %s did not start: %s", self.raw_model_uid, reason)
             raise ValueError(reason) from None
+        if self._deployment is not None and self._reports is None:
+            self._reports = self._report(self._deployment)
 
     def stop(self) -> None:
         """Leave the group, then stop the engine. Bounded; a second call finds nothing to leave."""
+        if self._reports is not None:
+            self._reports.cancel()
         try:
             self._leave()
         finally:
@@ -161,16 +175,39 @@ class GpuFirstModel(VLLMModel):
         config = dict(super()._sanitize_model_config(config))
         if self.gpu_first is not None and self._deployment is not None:
             config.update(engine_arguments(self.gpu_first, self._deployment))
+            config.update(self._engine_share)
         return config
 
     def _reserve(self, options: XavierOptions) -> None:
         """Refuse budgets that this host cannot give beside the launches already in progress."""
-        device = self._device_memory(None)
+        device, promised = None, 0
+        if not cpu.cpu_build_installed():
+            self._claim = gpu.engine_claim(self._model_config or {}, self.model_path)
         with self._launching_lock:
-            reserved = sum(other._budget_bytes for other in self._launching)
-            budgets = check_budgets(options, device=device, reserved=reserved)
-            self._budget_bytes = budgets.host + (0 if device else budgets.device)
+            others = list(self._launching)
+            if self._claim is not None:
+                devices = device_memories()
+                self._used_before = {each.index: each.total - each.available for each in devices}
+                launches = [
+                    gpu.Launching(other._claim, other._indices() or None, other._used_before)
+                    for other in others
+                    if other._claim is not None
+                ]
+                device, promised = gpu.roomiest(devices, launches) or (UNKNOWN_DEVICE, 0)
+            budgets = check_budgets(
+                options,
+                device=device,
+                claim=self._claim,
+                promised=promised,
+                reserved=sum(other._budget_bytes for other in others),
+            )
+            self._budget_bytes = budgets.host + (budgets.device if device is None else 0)
             self._launching.add(self)
+
+    def _indices(self) -> list[int]:
+        """Return the GPUs that Xinference has assigned; none yet in ``__init__``."""
+        assigned = getattr(self.model_family, "accelerators", None)
+        return [int(index) for index in assigned or ()]
 
     def _find_placement(self) -> group.Placement:
         identity = (self.model_family.address, self.model_uid, self.raw_model_uid)
@@ -190,20 +227,56 @@ class GpuFirstModel(VLLMModel):
             found = "of unknown version"
         if problem := check_version("vllm", found):
             raise ValueError(problem)
-        if not on_cpu:
-            indices = [int(index) for index in self.model_family.accelerators or ()]
-            check_budgets(options, device=self._device_memory(indices))
+        if self._claim is not None:
+            self._engine_share = self._share_beside_store(options, placement, self._claim)
+        self._worker = placement.worker
         self._deployment = placement.deployment(self.model_uid, self.raw_model_uid)
         self._note = LaunchNote()
         # This process is the replica's own, and the engine's processes inherit its environment.
         os.environ[NOTE_VARIABLE] = self._note.path
 
-    def _device_memory(self, indices: list[int] | None) -> DeviceMemory | None:
-        """Return the roomiest of these (None: of all) devices; None on a CPU-only host."""
-        if cpu.cpu_build_installed():
-            return None
-        share = (self._model_config or {}).get("gpu_memory_utilization") or ENGINE_SHARE
-        return device_memory(indices, float(share))
+    def _share_beside_store(
+        self, options: XavierOptions, placement: group.Placement, claim: EngineClaim
+    ) -> dict[str, float | int]:
+        """Return the argument that gives vLLM its share of the GPU less what the store needs.
+
+        Raises :class:`OptionError` when both do not fit beside what else is to come there.
+        """
+        indices = self._indices()
+        found = device_memories(indices)
+        if not found:
+            # The connector looks at the device when vLLM has its KV cache.
+            logger.warning("%s: nothing is known of its GPU (%s)", self.raw_model_uid, indices)
+            return {}
+        device = found[0]
+        beside = group.replicas_on_device(placement.worker, self.model_uid, device.index)
+        siblings = self._on_loop(beside, PLACEMENT_TIMEOUT_S) - 1
+        promised = gpu.still_promised(device, claim, siblings)
+        check_budgets(options, device=device, claim=claim, promised=promised)
+        less = make_room(options, device, claim, promised)
+        logger.info(
+            "%s: %s becomes %s, since the store takes its part of %s (%s)",
+            self.raw_model_uid,
+            claim.setting,
+            less.setting,
+            device.name,
+            format_size(device.total),
+        )
+        return less.arguments()
+
+    def _report(self, deployment: Deployment) -> Future[None]:
+        """Begin to report the engine's metrics to the worker, under Xinference's own labels."""
+        labels = {
+            "model_uid": self.model_uid,
+            "replica_index": str(self.rep_id),
+            "worker_address": self._worker,
+        }
+
+        def describe() -> Coroutine[Any, Any, dict[str, Any]]:
+            return group.describe(deployment, REPORT_TIMEOUT_S, peer=self._peer())
+
+        reports = report_for_ever(self._worker, labels, describe)
+        return asyncio.run_coroutine_threadsafe(reports, self._loop)
 
     def _bind_cores(self, replicas: int) -> None:
         if os.environ.get(cpu.BINDING_VARIABLE):
