@@ -233,7 +233,7 @@ _LOADS: Final = (
         "transport/xoscar.py",
         "            self._device.move(data, slots, rows, np.arange(len(slots), dtype=np.int64))\n",
         "            self._device.fence()\n",
-        ("tests/transport/test_xoscar.py::TestGpuMemory", CUDA_FENCES),
+        (CUDA_FENCES,),
     ),
     Mutation(
         "a connection closes under a running copy",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kvcache import Cache, array
 
-from tests.store.fake_cuda import FakeCuda, copy_spans
+from tests.store.fake_cuda import FakeCuda, copy_spans, host
 from xinference_xavier.store.checksum import Checksummer
 from xinference_xavier.store.cuda import CudaError
 from xinference_xavier.store.cuda_device import CudaDevice
@@ -96,6 +96,19 @@ def test_a_checksum_that_fails_leaves_no_copy_behind(
     device.close()  # while its target is there
     assert left == 0
     assert summer is not None
+
+
+def test_slots_for_a_socket_are_there_when_it_gets_them(
+    cuda: FakeCuda, device: CudaDevice, slots: torch.Tensor
+) -> None:
+    host(slots).fill_(7)
+    bounce = Bounce(device)
+    rows = bounce.start(slots, [0, 2]).result()
+    left = pending(cuda)
+    device.close()  # while its target is there
+    bounce.close()
+    assert left == 0
+    assert (rows == 7).all()
 
 
 def test_slots_for_a_socket_that_cannot_be_read_leave_no_copy_behind(
