@@ -278,6 +278,7 @@ def _ucx_telling() -> Iterator[list[str]]:
 
     The text is there at the end of the block.
     """
+    before = os.environ.get("UCX_PROTO_INFO")
     os.environ["UCX_PROTO_INFO"] = "y"
     told: list[str] = []
     with tempfile.TemporaryFile() as file:
@@ -290,6 +291,10 @@ def _ucx_telling() -> Iterator[list[str]]:
             sys.stdout.flush()
             os.dup2(saved, 1)
             os.close(saved)
+            if before is None:
+                del os.environ["UCX_PROTO_INFO"]
+            else:
+                os.environ["UCX_PROTO_INFO"] = before
             file.seek(0)
             told.append(file.read().decode(errors="replace"))
 
