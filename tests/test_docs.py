@@ -37,7 +37,7 @@ NAME = r"\b(?:xavier_[a-z_]+|enable_xavier)\b"
 """Names of options differ, too: in places the code fills them in."""
 
 
-def page(name: str) -> str:
+def page(name: str | Path) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
@@ -108,6 +108,17 @@ def test_links_of_the_readme_lead_to_files() -> None:
 def test_the_readme_leads_to_every_page() -> None:
     linked = set(re.findall(r"\]\(docs/([^)#]+\.md)\)", page("README.md")))
     assert linked == {path.name for path in ROOT.glob("docs/*.md")}
+
+
+def test_every_picture_is_on_a_page() -> None:
+    shown = {name for path in PAGES for name in re.findall(r"images/([\w.-]+)", page(path))}
+    assert shown == {path.name for path in ROOT.glob("docs/images/*")}
+
+
+def test_the_design_names_every_package() -> None:
+    named = set(re.findall(r"`(\w+)`", page("docs/design.md")))
+    parts = {path.stem for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py"}
+    assert parts - named <= {"__init__", "__pycache__", "data"}
 
 
 # -- options and commands --------------------------------------------------------------------------

@@ -121,6 +121,48 @@ def test_configurations_that_tell_too_little_are_unknown(config: dict[str, Any],
         shape_of(config)
 
 
+FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": FP8}},
+        {"compression_config": {"kv_cache_scheme": FP8}},
+        {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}},
+        {"quantization_config": {"quantization": {"kv_cache_quant_algo": "FP8"}}},
+    ],
+)
+def test_a_checkpoints_own_type_of_kv_cache_counts(quantization: dict[str, Any]) -> None:
+    shape = shape_of({**QWEN, **quantization})
+    assert with_request(shape, PlanRequest()) == KvShape(24, 2, 64, "fp8")
+    # The type that the model runs in is another thing; that of the cache is the launch's to say.
+    assert with_request(shape, PlanRequest(dtype="float16")).dtype == "fp8"
+    assert with_request(shape, PlanRequest(kv_cache_dtype="bfloat16")).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("scheme", [None, {}])
+def test_quantized_weights_alone_leave_the_cache_as_it_is(scheme: Any) -> None:
+    config = {"quantization_config": {"quant_method": "awq", "kv_cache_scheme": scheme}}
+    assert shape_of({**QWEN, **config}).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "said"),
+    [
+        ({"kv_cache_scheme": {**FP8, "num_bits": 4}}, "float of 4 bits is not a type"),
+        ({"kv_cache_quant_algo": "NVFP4"}, "nvfp4 is not a type"),
+    ],
+)
+def test_a_checkpoints_type_of_kv_cache_that_is_not_known_is_told(
+    quantization: dict[str, Any], said: str
+) -> None:
+    shape = shape_of({**QWEN, "quantization_config": quantization})
+    with pytest.raises(UnknownBlock, match=said):
+        with_request(shape, PlanRequest(dtype="float16"))
+    assert with_request(shape, PlanRequest(kv_cache_dtype="fp8")).dtype == "fp8"
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [(None, "no config.json"), ("{", "cannot be read"), ("[1]", "holds no object")],

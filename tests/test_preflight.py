@@ -178,13 +178,13 @@ def test_the_largest_budget_fits_and_one_more_byte_does_not(
 ) -> None:
     device = DeviceMemory("GPU 0", total, total)
     claim = EngineClaim(utilization, kv_bytes, weights)
-    largest = largest_budget(options(), device, claim)
+    largest = largest_budget(options(xavier_transport=transport), device, claim)
     if largest:
-        fitting = gpu_budget(largest, xavier_transport="auto")
+        fitting = gpu_budget(largest, xavier_transport=transport)
         less = make_room(fitting, device, claim)
         assert less.bytes(total) + device_need(fitting, largest).bytes <= claim.bytes(total) + 1
     with pytest.raises(OptionError):
-        make_room(gpu_budget(largest + 1), device, claim)
+        make_room(gpu_budget(largest + 1, xavier_transport=transport), device, claim)
 
 
 def test_a_share_that_is_not_free_is_refused_before_vllm_refuses_it() -> None:

@@ -167,6 +167,11 @@ def test_one_model_is_shown_with_what_its_replicas_read(stub: StubApi) -> None:
         assert shown in result.output
 
 
+def test_one_replica_is_counted_as_one(stub: StubApi) -> None:
+    stub.has(a_model(a_replica("m-rep0")))
+    assert status(stub).output.startswith("m (tiny): READY, 1 replica ")
+
+
 def test_json_is_what_the_server_says(stub: StubApi, tmp_path: Any) -> None:
     model = a_model(a_replica("m-rep0"))
     stub.has(model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What works with GPU-first Xavier, what goes past it, and what is refused: one table (DESIGN R2).
+"""What works with GPU-first Xavier, what goes past it, and what is refused: one table (R2).
 
 Rows of :data:`FEATURES` that can be recognised carry their own test, so the checks and the
 documentation cannot disagree; the switch and the engine of a launch are tested by

@@ -95,7 +95,8 @@ def _cgroups(root: Path) -> Iterator[tuple[str, int, int]]:
             used = _number(group / used_file)
             if limit is None or used is None or limit >= CGROUP_UNLIMITED:
                 continue
-            cache = _table(group / "memory.stat").get(droppable, 0)
+            statistics = group / "memory.stat"
+            cache = _table(statistics).get(droppable, 0) if statistics.exists() else 0
             where = "/" + "/".join(parts[:depth])
             yield f"{kind} of {where}", limit, max(0, used - cache)
 
@@ -109,8 +110,6 @@ def _number(path: Path) -> int | None:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Return a file of ``name number`` lines; empty only for a cgroup's missing statistics."""
-    if path.name == "memory.stat" and not path.exists():
-        return {}
+    """Return a file of ``name number`` lines."""
     rows = (line.split() for line in path.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import CoreSchema, core_schema
@@ -47,6 +47,12 @@ HOST_NAME: Final = re.compile(r"(?![0-9.]+$)[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """A name, which is more than numbers: systems read "0" and "10.1" as addresses."""
 
 PREFIX: Final = "xavier_"
+
+Transport = Literal["auto", "cuda_ipc", "shm", "nixl", "xoscar"]
+TRANSPORTS: Final[tuple[str, ...]] = get_args(Transport)
+"""Values of ``xavier_transport``."""
+
+Verify = Literal["off", "checksum"]
 
 NEARLY: Final = 0.65
 """How alike two names must be, without what all begin with, for "did you mean" (0 to 1)."""
@@ -154,6 +160,8 @@ def _whole_number(low: int, high: int, unit: str) -> Kind:
 
 
 def _choice(*words: str) -> Kind:
+    """Return the kind of a few words, in any case."""
+
     def read(value: object, option: str) -> str:
         # YAML reads the bare word off as false.
         word = "off" if value is False else value
@@ -176,7 +184,7 @@ def _text(longest: int) -> Kind:
 
 
 def _host() -> Kind:
-    """Return the kind of hosts that others can connect to (DESIGN R11)."""
+    """Return the kind of hosts that others can connect to (R11)."""
     limits = (
         "a host name or address that the other replicas reach, without scheme and port, never a "
         "wildcard"
@@ -288,10 +296,7 @@ class XavierOptions(_Options):
             "recently used blocks move. 0 turns the tier off.",
         )
     )
-    xavier_transport: Annotated[
-        Literal["auto", "cuda_ipc", "shm", "nixl", "xoscar"],
-        _choice("auto", "cuda_ipc", "shm", "nixl", "xoscar"),
-    ] = Field(
+    xavier_transport: Annotated[Transport, _choice(*TRANSPORTS)] = Field(
         default="auto",
         description="How blocks come from another replica: cuda_ipc maps its GPU memory on one "
         "host, shm its host memory, nixl reads memory directly where that works (RDMA, or one "
@@ -317,7 +322,7 @@ class XavierOptions(_Options):
         description="Identity of the model's weights; replicas share only when it is equal. By "
         "default derived from the model's files.",
     )
-    xavier_verify: Annotated[Literal["off", "checksum"], _choice("off", "checksum")] = Field(
+    xavier_verify: Annotated[Verify, _choice(*get_args(Verify))] = Field(
         default="off",
         description="checksum: sum each block when it is published and compare after each load; "
         "a block that differs is computed again.",

@@ -21,7 +21,9 @@ from xinference_xavier.options import OptionError, XavierOptions
 from xinference_xavier.sizes import Size, slot_size
 from xinference_xavier.tiers import LEAST_DEVICE_SLOTS, LEAST_HOST_SLOTS, reserved_slots
 
-DTYPE_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+MODEL_DTYPES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES: Final[Mapping[str, int]] = {**MODEL_DTYPES, "fp8": 1}
+"""Bytes of a number: of those types that a model runs in, and of all that a KV cache may have."""
 
 SAME_DTYPE: Final[Mapping[str, str]] = {
     "float": "float32",
@@ -100,6 +102,9 @@ class _Config(BaseModel):
     sliding_window: int | None = None
     use_sliding_window: bool = True
     layer_types: list[str] | None = None
+    quantization: dict[str, Any] | None = Field(
+        None, validation_alias=AliasChoices("quantization_config", "compression_config")
+    )
     other_layers: Any = Field(
         None,
         validation_alias=AliasChoices(
@@ -125,6 +130,22 @@ class _Config(BaseModel):
         if self.layer_types is None and self.sliding_window and self.use_sliding_window:
             return "sliding window attention"
         return None
+
+    def kv_dtype(self) -> str:
+        """Return the type that vLLM gives the KV cache when the launch says nothing.
+
+        That of a quantized checkpoint's own scheme, also of one that is not known here.
+        """
+        given = self.quantization or {}
+        nested = given.get("quantization")  # as ModelOpt writes it
+        given = {**given, **nested} if isinstance(nested, dict) else given
+        scheme = given.get("kv_cache_scheme") or given.get("kv_cache_quant_algo")
+        if not scheme:
+            return _auto_dtype(self.dtype)
+        if isinstance(scheme, dict):
+            kind, bits = scheme.get("type"), scheme.get("num_bits")
+            return "fp8" if (kind, bits) == ("float", 8) else f"{kind} of {bits} bits"
+        return str(scheme).lower()
 
 
 def read_config(path: Path) -> KvShape:
@@ -167,7 +188,7 @@ def shape_of(content: Mapping[str, Any]) -> KvShape:
         head_dim = config.hidden // config.heads
     if not (config.layers and kv_heads and head_dim):
         raise UnknownBlock("the model's config.json does not tell its layers and heads")
-    return KvShape(config.layers, kv_heads, head_dim, _auto_dtype(config.dtype))
+    return KvShape(config.layers, kv_heads, head_dim, config.kv_dtype())
 
 
 def with_request(shape: KvShape | None, request: schemas.PlanRequest) -> KvShape:
@@ -181,7 +202,9 @@ def with_request(shape: KvShape | None, request: schemas.PlanRequest) -> KvShape
     if not (layers and kv_heads and head_dim):
         raise UnknownBlock("layers, kv_heads and head_dim are needed")
     dtype = shape.dtype if shape is not None else "bfloat16"
-    for given in (request.dtype, request.kv_cache_dtype):
+    # What the model runs in is no matter to a cache whose type the checkpoint itself sets.
+    model_dtype = request.dtype if dtype in MODEL_DTYPES else None
+    for given in (model_dtype, request.kv_cache_dtype):
         if given and given != "auto":
             dtype = SAME_DTYPE.get(given, given)
     if dtype not in DTYPE_BYTES:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One real server with authentication on, and one headless Chromium, for all tests of this folder.
 
-Without a browser the tests are skipped. With ``XAVIER_SCREENSHOTS=docs/images`` they also write
-the pictures of the documentation; those in Chinese need a font for it.
+Without a browser the tests are skipped, unless ``XAVIER_BROWSER`` names one, which must then start.
+With ``XAVIER_SCREENSHOTS=docs/images`` they also write the pictures of the documentation; those in
+Chinese need a font for it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tests.browser.accounts import ADMIN, OPERATOR, Accounts
 from tests.browser.launch_page import Deployment, LaunchPage
 from tests.extension.server import XinferenceServer
 from tests.models import make_tiny_llama
+from xinference_xavier.extension import web
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WINDOW = {"width": 1280, "height": 1180}
@@ -43,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    path = os.environ.get("XAVIER_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
     # Chromium has no sandbox for root, and containers often have little shared memory.
@@ -56,6 +58,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="package")
 def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Accounts]:
+    if not (web.FOLDER / web.SCRIPT).is_file() and shutil.which("npm") is None:
+        pytest.skip("the launch dialog has no card: npm, which builds it, is not installed")
     root = tmp_path_factory.mktemp("browser")
     server = XinferenceServer(root / "home", ENVIRONMENT)
     try:

@@ -15,7 +15,6 @@ ENGINE = (
     ("Quantization", "none"),
 )
 
-
 # What lets two replicas of the tiny model start on a small machine.
 PARAMETERS = {
     "max_model_len": 1024,
@@ -48,7 +47,6 @@ class LaunchPage:
         self.gpu_slider = self.card.get_by_label("GPU cache budget: slider")
         self.cpu = self.card.get_by_label("CPU cache budget", exact=True)
         self.cpu_unit = self.card.get_by_label("CPU cache budget: unit")
-        self.transport = self.card.get_by_label("Transport")
         self.plan = self.card.get_by_role("status")
         self.problems = self.card.get_by_role("alert")
         self.deploy = self.dialog.locator('button[type="submit"]')

@@ -52,10 +52,7 @@ def test_hits_rise_and_the_cache_is_cleared(
 
     page.get_by_role("button", name="Clear the cache of all replicas").click()
     expect(page.get_by_text(f"of all replicas of {deployment.uid} are dropped")).to_be_visible()
-    yes = page.get_by_role("button", name="Yes, clear it")
-    yes.scroll_into_view_if_needed()
-    screenshot(page, "console-clear")
-    yes.click()
+    page.get_by_role("button", name="Yes, clear it").click()
     expect(page.get_by_text(f"{deployment.uid}: cleared")).to_be_visible()
     empty = cards.filter(has_text=re.compile(r"GPU tier \(in host memory\) 0 of"))
     expect(empty).to_have_count(2, timeout=30_000)

@@ -183,14 +183,13 @@ def test_an_api_key_may_plan_and_neither_launch_nor_clear(server: Accounts) -> N
 
 
 def test_two_replicas_are_deployed_from_the_page(
-    deployment: Deployment, server: Accounts, new_page: NewPage, screenshot: Screenshot
+    deployment: Deployment, server: Accounts, new_page: NewPage
 ) -> None:
     assert {name: deployment.body.get(name) for name in OPTIONS} == OPTIONS
     page = new_page()
     page.goto("/running-model")
     expect(page.get_by_text(deployment.uid).first).to_be_visible()
     expect(page.get_by_text("READY", exact=True)).to_have_count(2)
-    screenshot(page, "running-model")
     status = server.request("GET", f"/v1/xavier/models/{deployment.uid}")
     assert [replica["state"] for replica in status["replicas"]] == ["ready", "ready"]
     for replica in status["replicas"]:

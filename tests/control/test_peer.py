@@ -268,7 +268,7 @@ async def test_a_sample_of_a_tier_has_blocks_of_that_tier(s: Source) -> None:
     grant = await s.actor.sample(FINGERPRINT, EPOCH, "doctor", 1, 10, 5.0)
     assert [row[0] for row in unpack_rows(grant.rows)] == [1, 1]
     longest = await s.actor.sample(FINGERPRINT, EPOCH, "other", 0, 10_000, 5.0)
-    assert 0 < len(unpack_rows(longest.rows)) <= 64
+    assert {row[0] for row in unpack_rows(longest.rows)} == {0}
 
 
 @source
@@ -276,6 +276,16 @@ async def test_a_sample_of_an_empty_store_holds_nothing(s: Source) -> None:
     s.index.clear()
     assert await s.actor.sample(FINGERPRINT, EPOCH, "doctor", 0, 3, 5.0) == LeaseGrant(0, b"")
     assert s.leases() == 0
+
+
+@source
+async def test_a_sample_of_an_empty_tier_leases_nothing_of_the_other(s: Source) -> None:
+    fill(s.index, keys(20, 66))
+    s.index.set_limits(device_slots=0)
+    assert s.index.counters().host_blocks == 2
+    assert await s.actor.sample(FINGERPRINT, EPOCH, "doctor", 0, 3, 5.0) == LeaseGrant(0, b"")
+    assert s.leases() == 0
+    s.index.check_invariants()
 
 
 @source

@@ -242,6 +242,16 @@ def test_a_server_without_models_is_a_warning(stub: StubApi) -> None:
     assert "warn  models: no GPU-first model runs" in result.output
 
 
+def test_what_takes_long_is_announced_beside_the_findings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(probe, "host_paths", lambda: [ok("a path", "sent")])
+    assert main._paths(None) == [ok("a path", "sent")]
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert "Reading from this host over each transport" in printed.err
+
+
 def test_without_the_packages_of_a_replica_no_bytes_are_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

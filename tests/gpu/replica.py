@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from tests.gpu.platforms import PLATFORMS, Platform
-from tests.store.kvcache import HEADS, TOKENS, WAIT_S, KvCaches, drain, table
+from tests.store.kvcache import HEADS, TOKENS, KvCaches, table
+from tests.waiting import WAIT_S, drain
 from xinference_xavier.layout import probe_layout
 from xinference_xavier.store.copier import CopyEngine
 from xinference_xavier.store.jobs import LoadJob, LoadSegment, StoreJob, Tier

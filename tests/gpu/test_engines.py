@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from tests.gpu.platforms import Platform, needs_two_gpus
 from tests.gpu.replica import BLOCKS, D, H, Replica, foreign, peer_process
+from tests.waiting import wait_until
 from xinference_xavier.store.arena import ArenaUnavailable
 from xinference_xavier.store.cuda import CudaError
 from xinference_xavier.store.device_arena import MappedDeviceArena
@@ -87,8 +87,7 @@ def test_a_peer_that_closes_waits_until_its_memory_is_unmapped(
     with peer_process(kind) as (handle, blocks, peer):
         mapped = MappedDeviceArena.open(handle.arenas[Tier.DEVICE], platform.api)
         peer.stop()
-        while mapped.alive():
-            time.sleep(0.005)
+        wait_until(lambda: not mapped.alive())
         assert platform.host(mapped.data)[3].numpy().tobytes()[: len(blocks[3])] == blocks[3]
         mapped.close()
         assert peer.ended_well()

@@ -32,6 +32,17 @@ COMPUTE = Stream(7)
 
 DEVICE = torch.device("cuda", 0)
 
+MAPPING_CALLS = (
+    "peer_access",
+    "ipc_open",
+    "stream_create",
+    "event_create",
+    "memcpy",
+    "event_record",
+    "event_synchronize",
+)
+"""Everything that mapping a peer's arena asks of CUDA, in this order."""
+
 _HANDLE = struct.Struct("<8sQiiQQ")
 _MAGIC = b"FAKECUDA"
 
@@ -178,6 +189,10 @@ class FakeCuda:
 
     def uuid(self) -> str:
         return self._uuid
+
+    def reserved(self) -> int:
+        with self._call("reserved"):
+            return 0
 
     def memory(self) -> tuple[int, int]:
         with self._call("memory"):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from xinference_xavier.store.index import Admission, Changes, Grant, SnapshotIndex
 from xinference_xavier.store.jobs import Tier
@@ -36,14 +36,16 @@ def admit(index: SnapshotIndex, names: Iterable[int | str]) -> Admission:
     return plan
 
 
+def commit(index: SnapshotIndex, plan: Admission, **failed: Collection[int]) -> Changes:
+    changes = index.commit(plan.job_id, **failed)
+    index.check_invariants()
+    return changes
+
+
 def store(index: SnapshotIndex, names: Iterable[int | str]) -> Changes:
     """Admit and commit one batch in which every copy succeeds."""
     plan = admit(index, names)
-    if not plan.job_id:
-        return Changes([], [])
-    changes = index.commit(plan.job_id)
-    index.check_invariants()
-    return changes
+    return commit(index, plan) if plan.job_id else Changes([], [])
 
 
 def store_each(index: SnapshotIndex, names: Iterable[int | str]) -> None:

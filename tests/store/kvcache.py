@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,9 +14,6 @@ from xinference_xavier.layout import BlockLayout, probe_layout
 from xinference_xavier.store.device import CpuDevice, IntArray, Mark
 
 BLOCKS, TOKENS, HEADS, DIM, LAYERS = 7, 16, 2, 8, 3
-
-WAIT_S = 20.0
-"""Longest wait in a test; reaching it is a failure."""
 
 KvCaches = dict[str, torch.Tensor]
 Rows = Sequence[tuple[int, ...]]
@@ -228,27 +223,3 @@ class ScriptedDevice:
 
     def close(self) -> None:
         self.cache.device.close()
-
-
-Result_co = TypeVar("Result_co", covariant=True)
-
-
-class Engine(Protocol[Result_co]):
-    """What the copy engine and the load engine have in common."""
-
-    @property
-    def pending(self) -> int: ...
-
-    def poll(self) -> list[Result_co]: ...
-
-
-def drain(engine: Engine[Result_co]) -> list[Result_co]:
-    """Poll as a worker does, once per step, until every submitted job has its result."""
-    results: list[Result_co] = []
-    end = time.monotonic() + WAIT_S
-    while engine.pending:
-        results += engine.poll()
-        if time.monotonic() > end:
-            raise TimeoutError(f"{engine.pending} jobs gave no result")
-        time.sleep(0.0005)
-    return results

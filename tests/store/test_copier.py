@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from kvcache import WAIT_S, Rows, ScriptedDevice, array, drain, plain_cache, table
+from kvcache import Rows, ScriptedDevice, array, plain_cache, table
 
-from tests.deferring import KINDS, placed
+from tests.deferring import placed
+from tests.waiting import WAIT_S, drain
 from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.checksum import Checksummer
 from xinference_xavier.store.copier import CopyEngine, EngineClosed
@@ -61,11 +62,6 @@ class Rig:
         self.engine.close(WAIT_S)
         for arena in self.arenas.values():
             arena.close()
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture

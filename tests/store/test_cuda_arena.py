@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 import fake_cuda
 import pytest
 import torch
-from fake_cuda import FakeCuda
+from fake_cuda import MAPPING_CALLS, FakeCuda
 
 from xinference_xavier.store import device_arena
 from xinference_xavier.store.arena import Arena, ArenaError, ArenaHandle, ArenaUnavailable
@@ -155,18 +155,7 @@ def test_memory_that_is_not_the_announced_arena_is_unmapped_again(
 
 
 @pytest.mark.usefixtures("elsewhere")
-@pytest.mark.parametrize(
-    "call",
-    [
-        "peer_access",
-        "ipc_open",
-        "stream_create",
-        "event_create",
-        "memcpy",
-        "event_record",
-        "event_synchronize",
-    ],
-)
+@pytest.mark.parametrize("call", MAPPING_CALLS)
 def test_a_mapping_that_fails_leaves_nothing(arena: DeviceArena, peer: FakeCuda, call: str) -> None:
     files = len(os.listdir("/proc/self/fd"))
     peer.fail(call)

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvcache import WAIT_S, Rows, ScriptedDevice, array, drain, plain_cache, table
+from kvcache import Rows, ScriptedDevice, array, plain_cache, table
 
 from tests.deferring import ORDERS, Deferring
+from tests.waiting import WAIT_S, drain
 from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.copier import CopyEngine, publish
 from xinference_xavier.store.jobs import (

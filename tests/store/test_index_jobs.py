@@ -11,6 +11,7 @@ from index_support import (
     DEVICE,
     HOST,
     admit,
+    commit,
     key,
     keys,
     lease,
@@ -21,15 +22,13 @@ from index_support import (
     visible,
 )
 
-from xinference_xavier.store.index import FinalCounters, SnapshotIndex, StoreClosed
+from xinference_xavier.store.index import Changes, FinalCounters, SnapshotIndex, StoreClosed
 
 
 def test_a_failed_store_frees_its_slot_and_drops_its_block():
     index = make(2, 0)
     plan = admit(index, "ab")
-    changes = index.commit(plan.job_id, failed_stores={0})
-    index.check_invariants()
-    assert (changes.added, changes.removed) == (keys("b"), [])
+    assert commit(index, plan, failed_stores={0}) == Changes(keys("b"), [])
     assert visible(index, "ab") == ["b"]
     assert index.counters().device_free == 1
 
@@ -41,9 +40,7 @@ def test_a_failed_demotion_leaves_both_tiers_as_they_were():
     looked = lease(index, "ab")
     index.release(looked.lease_id)
     plan = admit(index, "c")
-    changes = index.commit(plan.job_id, failed_demotions={0})
-    index.check_invariants()
-    assert (changes.added, changes.removed) == ([], [])
+    assert commit(index, plan, failed_demotions={0}) == Changes([], [])
     assert lease(index, "ab").rows == looked.rows
     assert visible(index, "c") == []
     after = index.counters()
@@ -55,10 +52,9 @@ def test_where_a_demotion_is_unsure_both_blocks_are_gone():
     index = make(2, 2)
     store_each(index, "ab")
     plan = admit(index, "cd")
-    changes = index.commit(plan.job_id, failed_demotions={0}, unsure_demotions={0})
-    index.check_invariants()
+    changes = commit(index, plan, failed_demotions={0}, unsure_demotions={0})
     # Which block the device slot of "a" holds depends on the rank.
-    assert (changes.added, changes.removed) == (keys("d"), keys("a"))
+    assert changes == Changes(keys("d"), keys("a"))
     assert tiers(index, "abcd") == [None, HOST, None, DEVICE]
     assert index.counters().device_free == 1
     totals = index.counters().totals
@@ -92,8 +88,7 @@ def test_a_failed_demotion_puts_the_block_back_to_its_old_place():
     index = make(3, 4)
     store_each(index, "abc")
     plan = admit(index, "de")
-    index.commit(plan.job_id, failed_demotions={0, 1})
-    index.check_invariants()
+    commit(index, plan, failed_demotions={0, 1})
     store(index, "f")
     assert tiers(index, "abcf") == [HOST, DEVICE, DEVICE, DEVICE]
 
@@ -102,10 +97,8 @@ def test_demotions_that_fail_out_of_order_keep_the_order_of_use():
     index = make(4, 8, spare=4)
     store_each(index, "abcd")
     first, second = admit(index, "ef"), admit(index, "gh")
-    index.commit(second.job_id, failed_demotions={0, 1})
-    index.check_invariants()
-    index.commit(first.job_id, failed_demotions={0, 1})
-    index.check_invariants()
+    commit(index, second, failed_demotions={0, 1})
+    commit(index, first, failed_demotions={0, 1})
     for name, victim in zip("ijkl", "abcd", strict=True):
         store(index, name)
         assert tiers(index, victim) == [HOST]
@@ -116,8 +109,7 @@ def test_a_block_used_while_its_demotion_failed_is_the_most_recent():
     store_each(index, "ab")
     plan = admit(index, "c")
     admit(index, "a")
-    index.commit(plan.job_id, failed_demotions={0})
-    index.check_invariants()
+    commit(index, plan, failed_demotions={0})
     store(index, "d")
     assert tiers(index, "abd") == [DEVICE, HOST, DEVICE]
 
@@ -136,9 +128,7 @@ def test_a_failed_store_after_a_good_demotion_leaves_a_free_device_slot():
     index = make(1, 1)
     store(index, "a")
     plan = admit(index, "b")
-    changes = index.commit(plan.job_id, failed_stores={0})
-    index.check_invariants()
-    assert (changes.added, changes.removed) == ([], [])
+    assert commit(index, plan, failed_stores={0}) == Changes([], [])
     assert tiers(index, "ab") == [HOST, None]
     assert index.counters().device_free == 1
 
@@ -148,9 +138,7 @@ def test_an_arrival_that_finds_every_host_block_leased_is_dropped():
     store_each(index, "ab")
     plan = admit(index, "c")
     lease(index, "a")
-    changes = index.commit(plan.job_id)
-    index.check_invariants()
-    assert (changes.added, changes.removed) == (keys("c"), keys("b"))
+    assert commit(index, plan) == Changes(keys("c"), keys("b"))
     assert visible(index, "abc") == ["a", "c"]
     assert index.counters().totals.arrival_drops == 1
 
@@ -160,9 +148,7 @@ def test_a_direct_host_store_that_finds_every_host_block_leased_is_dropped():
     store(index, "a")
     plan = admit(index, "b")
     lease(index, "a")
-    changes = index.commit(plan.job_id)
-    index.check_invariants()
-    assert (changes.added, changes.removed) == ([], [])
+    assert commit(index, plan) == Changes([], [])
     assert index.counters().host_free == 2
 
 
@@ -183,7 +169,7 @@ def test_a_failure_of_an_entry_that_the_job_lacks_changes_nothing(failed):
     plan = admit(index, "b")
     with pytest.raises(ValueError, match=f"job {plan.job_id} has no"):
         index.commit(plan.job_id, **failed)
-    assert index.commit(plan.job_id).added == keys("b")
+    assert commit(index, plan).added == keys("b")
 
 
 def test_clear_takes_every_block_from_readers_and_frees_what_nobody_reads():
@@ -235,11 +221,8 @@ def test_a_job_from_before_a_clear_frees_its_slots_and_publishes_nothing():
     index.clear()
     index.check_invariants()
     again = admit(index, "ab")
-    changes = index.commit(plan.job_id, failed_demotions={0})
-    index.check_invariants()
-    assert (changes.added, changes.removed) == ([], [])
-    assert index.commit(again.job_id).added == keys("ab")
-    index.check_invariants()
+    assert commit(index, plan, failed_demotions={0}) == Changes([], [])
+    assert commit(index, again).added == keys("ab")
     assert visible(index, "ab") == ["a", "b"]
     assert index.counters().totals.discarded == 1
 

@@ -8,6 +8,7 @@ from index_support import (
     DEVICE,
     HOST,
     admit,
+    commit,
     key,
     keys,
     lease,
@@ -19,12 +20,20 @@ from index_support import (
 )
 
 from xinference_xavier.store import index as index_module
-from xinference_xavier.store.index import SkipReason, SnapshotIndex, StoreClosed
+from xinference_xavier.store.index import Changes, SkipReason, SnapshotIndex, StoreClosed
 
 
 def room_of(index: SnapshotIndex) -> tuple[int, int]:
     counters = index.counters()
     return counters.device_blocks, counters.host_blocks
+
+
+def limit_what_is_leased(index: SnapshotIndex, names: str, device_slots: int) -> None:
+    """What is above the limit goes when the lease on it ends."""
+    grant = lease(index, names)
+    index.set_limits(device_slots=device_slots)
+    index.release(grant.lease_id)
+    index.check_invariants()
 
 
 @pytest.mark.parametrize(
@@ -122,56 +131,50 @@ def test_a_reaped_lease_ends_like_a_released_one():
     assert index.take_removed() == keys("a")
 
 
-def test_what_went_with_a_lease_is_told_by_the_next_call_that_tells():
-    for call in ("admit", "commit", "abandon"):
-        index = make(2, 2)
-        store(index, "ab")
-        grant = lease(index, "ab")
-        plan = admit(index, "c")
-        index.set_limits(device_slots=1)
-        index.release(grant.lease_id)
-        index.check_invariants()
-        told = {
-            "admit": lambda index=index: index.admit([(key("d"), 0)]).removed,
-            "commit": lambda index=index, plan=plan: index.commit(plan.job_id).removed,
-            "abandon": lambda index=index, plan=plan: index.abandon(plan.job_id).removed,
-        }[call]()
-        assert told == keys("b"), call
-        assert index.take_removed() == []
-        index.check_invariants()
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda index, plan: index.admit([(key("d"), 0)]),
+        lambda index, plan: index.commit(plan.job_id),
+        lambda index, plan: index.abandon(plan.job_id),
+    ],
+    ids=["admit", "commit", "abandon"],
+)
+def test_what_went_with_a_lease_is_told_by_the_next_call_that_tells(call):
+    index = make(2, 2)
+    store(index, "ab")
+    grant = lease(index, "ab")
+    plan = admit(index, "c")
+    index.set_limits(device_slots=1)
+    index.release(grant.lease_id)
+    index.check_invariants()
+    assert call(index, plan).removed == keys("b")
+    assert index.take_removed() == []
+    index.check_invariants()
 
 
 def test_a_loss_is_told_before_the_block_can_come_back():
     index = make(2, 0)
     store(index, "ab")
-    grant = lease(index, "ab")
-    index.set_limits(device_slots=1)
-    index.release(grant.lease_id)
+    limit_what_is_leased(index, "ab", 1)
     index.set_limits(device_slots=2)
     plan = admit(index, "b")
     assert plan.removed == keys("b")
-    changes = index.commit(plan.job_id)
-    assert (changes.added, changes.removed) == (keys("b"), [])
+    assert commit(index, plan) == Changes(keys("b"), [])
 
 
 def test_a_job_in_flight_does_not_bring_back_what_was_lost_meanwhile():
     index = make(2, 0)
     store(index, "a")
     plan = admit(index, "b")
-    grant = lease(index, "a")
-    index.set_limits(device_slots=0)
-    index.release(grant.lease_id)
-    changes = index.commit(plan.job_id)
-    index.check_invariants()
-    assert (changes.added, changes.removed) == ([], keys("a"))
+    limit_what_is_leased(index, "a", 0)
+    assert commit(index, plan) == Changes([], keys("a"))
 
 
 def test_a_clear_leaves_nothing_to_tell():
     index = make(2, 0)
     store(index, "ab")
-    grant = lease(index, "ab")
-    index.set_limits(device_slots=0)
-    index.release(grant.lease_id)
+    limit_what_is_leased(index, "ab", 0)
     index.clear()
     index.check_invariants()
     assert index.take_removed() == []
@@ -182,9 +185,7 @@ def test_blocks_in_flight_that_end_above_a_limit_are_dropped_from_the_end_of_the
     index = make(4, 0)
     plan = admit(index, "abcd")
     index.set_limits(device_slots=2)
-    changes = index.commit(plan.job_id)
-    index.check_invariants()
-    assert (changes.added, changes.removed) == (keys("ab"), [])
+    assert commit(index, plan) == Changes(keys("ab"), [])
     assert visible(index, "abcd") == ["a", "b"]
 
 
@@ -192,8 +193,7 @@ def test_a_failed_store_makes_room_for_the_others_of_its_job():
     index = make(4, 0)
     plan = admit(index, "abcd")
     index.set_limits(device_slots=3)
-    assert index.commit(plan.job_id, failed_stores={1}).added == keys("acd")
-    index.check_invariants()
+    assert commit(index, plan, failed_stores={1}).added == keys("acd")
 
 
 def test_a_failed_demotion_that_comes_back_above_a_limit_goes():
@@ -201,9 +201,7 @@ def test_a_failed_demotion_that_comes_back_above_a_limit_goes():
     store_each(index, "ab")
     plan = admit(index, "cd")
     index.set_limits(device_slots=1)
-    changes = index.commit(plan.job_id, failed_demotions={0, 1})
-    index.check_invariants()
-    assert (changes.added, changes.removed) == ([], keys("a"))
+    assert commit(index, plan, failed_demotions={0, 1}) == Changes([], keys("a"))
     assert tiers(index, "ab") == [None, DEVICE]
 
 
@@ -213,9 +211,7 @@ def test_an_arrival_above_the_host_limit_is_lost():
     plan = admit(index, "c")
     lease(index, "a")
     index.set_limits(host_slots=1)
-    changes = index.commit(plan.job_id)
-    index.check_invariants()
-    assert (changes.added, changes.removed) == (keys("c"), keys("b"))
+    assert commit(index, plan) == Changes(keys("c"), keys("b"))
 
 
 def test_a_reader_gets_its_share_of_what_is_left():
@@ -243,7 +239,7 @@ def test_others_get_in_between_the_pieces_and_find_a_tier_that_takes_nothing(mon
         assert plan.demotions == []
         assert plan.removed == []
         if plan.job_id:
-            assert index.commit(plan.job_id).added == []
+            assert commit(index, plan).added == []
 
     monkeypatch.setattr(index_module.time, "sleep", between)
     changes = index.set_limits(**{f"{tier.name.lower()}_slots": 2})

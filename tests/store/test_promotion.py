@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from kvcache import WAIT_S, Rows, drain, plain_cache, table
+from kvcache import Rows, plain_cache, table
 
-from tests.deferring import KINDS, placed
+from tests.deferring import placed
+from tests.waiting import WAIT_S, drain
 from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.copier import CHECKSUM, CopyEngine
 from xinference_xavier.store.jobs import (
@@ -67,12 +68,6 @@ class Rig:
         self.copies.close(WAIT_S)
         for arena in self.arenas.values():
             arena.close()
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    """Return in which order the device does what it was given."""
-    return str(request.param)
 
 
 @pytest.fixture

@@ -6,9 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.context import ForkServerProcess
@@ -16,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tests.waiting import wait_until
 from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.jobs import Tier
 from xinference_xavier.transport.base import SlotView, WorkerHandle
@@ -152,16 +151,6 @@ class Source:
 def _state(pid: int | None) -> str:
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(") ")[2][0]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for what must come; fails after :data:`LIMIT_S`."""
-    limit = time.monotonic() + LIMIT_S
-    pause = threading.Event()
-    while not condition():
-        if time.monotonic() > limit:
-            raise AssertionError("it did not happen")
-        pause.wait(0.01)
 
 
 class Reader:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from store_peer import BLOCKS, Peer, content, make_cache
 
-from tests.store.fake_cuda import FakeCuda
+from tests.store.fake_cuda import MAPPING_CALLS, FakeCuda
+from tests.waiting import WAIT_S, drain, wait_until
 from xinference_xavier.store import device_arena
 from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.cuda_device import CudaDevice
@@ -35,7 +36,6 @@ from xinference_xavier.transport.loader import LoadEngine
 from xinference_xavier.transport.select import Transports
 from xinference_xavier.transport.shm import host_id
 
-WAIT_S = 30.0
 H, D = int(Tier.HOST), int(Tier.DEVICE)
 SLOT_BYTES = 4096
 
@@ -98,9 +98,8 @@ class Reader:
     def load(self, *rows: tuple[int, int, int, int]) -> SegmentResult:
         table = np.array(rows, dtype=np.int64)
         self.engine.submit(LoadJob(1, "r", (LoadSegment(1, table),), WAIT_S), self.peers)
-        while not (results := self.engine.poll()):
-            time.sleep(0.0005)
-        return results[0].segments[0]
+        (result,) = drain(self.engine)
+        return result.segments[0]
 
     def count(self, call: str) -> int:
         return self.cuda.names().count(call)
@@ -121,13 +120,6 @@ def make(request: pytest.FixtureRequest) -> Callable[..., Reader]:
         return reader
 
     return made
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.002)
 
 
 # --- between two processes -----------------------------------------------------------------------
@@ -339,18 +331,7 @@ def test_another_host_is_refused_before_anything_is_tried(owner: Owner, cuda: Fa
     assert cuda.calls == []
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "peer_access",
-        "ipc_open",
-        "stream_create",
-        "event_create",
-        "memcpy",
-        "event_record",
-        "event_synchronize",
-    ],
-)
+@pytest.mark.parametrize("call", MAPPING_CALLS)
 def test_whatever_call_of_cuda_fails_the_peer_is_unavailable_and_nothing_is_left(
     owner: Owner, cuda: FakeCuda, call: str
 ) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.waiting import WAIT_S
 from xinference_xavier.store.jobs import Tier
 from xinference_xavier.transport.base import (
     Connection,
@@ -20,7 +21,6 @@ from xinference_xavier.transport.base import (
 from xinference_xavier.transport.links import PeerLinks
 from xinference_xavier.transport.pool import StagingPool
 
-WAIT_S = 20.0
 ARENA = SimpleNamespace(slots=8)
 PEER = WorkerHandle(rank=0, host_id="host", layout_digest="same", arenas={Tier.HOST: ARENA})
 RESTARTED = dataclasses.replace(PEER, rank=1)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from store_peer import Peer, content, make_cache
 
+from tests.waiting import WAIT_S, drain
 from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.device import CpuDevice
 from xinference_xavier.store.jobs import LoadJob, LoadSegment, SegmentResult, Tier
 from xinference_xavier.transport.loader import LoadEngine
 from xinference_xavier.transport.select import Transports
 
-WAIT_S = 30.0
 H, D = int(Tier.HOST), int(Tier.DEVICE)
 
 
@@ -46,9 +46,8 @@ class Reader:
     def load(self, *rows: tuple[int, int, int, int], timeout_s: float = WAIT_S) -> SegmentResult:
         segment = LoadSegment(1, np.array(rows, dtype=np.int64))
         self.engine.submit(LoadJob(1, "r", (segment,), timeout_s), {1: self.peer.handle})
-        while not (results := self.engine.poll()):
-            time.sleep(0.0005)
-        return results[0].segments[0]
+        (result,) = drain(self.engine)
+        return result.segments[0]
 
     def close(self) -> None:
         self.engine.close(WAIT_S)

@@ -23,9 +23,9 @@ from fetch_peer import (
     make_transport,
     soon,
     views_of,
-    wait_until,
 )
 
+from tests.waiting import wait_until
 from xinference_xavier.store.jobs import Tier
 from xinference_xavier.transport.base import (
     TransferFailed,

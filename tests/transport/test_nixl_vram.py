@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +16,7 @@ from fetch_peer import TCP_ONLY, Reader, Source, Spec, soon
 from store_peer import content, make_cache
 
 from tests.store.fake_cuda import FakeCuda, host
+from tests.waiting import WAIT_S, drain
 from xinference_xavier.store.arena import Arena, SlotMemory
 from xinference_xavier.store.copier import publish
 from xinference_xavier.store.cuda_device import CudaDevice
@@ -35,7 +35,6 @@ from xinference_xavier.transport.loader import LoadEngine
 from xinference_xavier.transport.nixl_agent import DRAM, VRAM, NixlError, Region, State, Transfer
 from xinference_xavier.transport.select import Transports
 
-WAIT_S = 30.0
 D, H = Tier.DEVICE, Tier.HOST
 SLOTS, STAGING = 10, range(8, 10)
 
@@ -346,12 +345,11 @@ def test_a_load_from_both_tiers_over_nixl_fills_its_blocks(worker: Worker, sourc
     rows = [(H, g - 101, g, i) if g > 100 else (D, g - 1, g, i) for i, g in enumerate(generations)]
     table = np.array(rows, dtype=np.int64)
     engine.submit(LoadJob(1, "r", (LoadSegment(1, table),), WAIT_S), peers)
-    while not (results := engine.poll()):
-        time.sleep(0.0005)
+    (result,) = drain(engine)
     engine.close(WAIT_S)
     transports.close()
     offered.close()
-    (segment,) = results[0].segments
+    (segment,) = result.segments
     assert (segment.failed_rows, segment.transport) == (set(), "nixl")
     for block, generation in enumerate(generations):
         expected = content(generation, worker.layout).tobytes()

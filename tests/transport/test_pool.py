@@ -8,9 +8,8 @@ import time
 
 import pytest
 
+from tests.waiting import WAIT_S
 from xinference_xavier.transport.pool import StagingPool
-
-WAIT_S = 20.0
 
 
 def soon() -> float:

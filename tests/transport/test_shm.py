@@ -14,6 +14,7 @@ import pytest
 import torch
 from store_peer import BLOCKS, SLOTS, Peer, content, make_cache
 
+from tests.waiting import WAIT_S, drain, wait_until
 from xinference_xavier.store.device import CpuDevice, IntArray
 from xinference_xavier.store.jobs import LoadJob, LoadSegment, SegmentResult, Tier
 from xinference_xavier.transport.base import TransferFailed, TransportUnavailable
@@ -21,7 +22,6 @@ from xinference_xavier.transport.loader import LoadEngine
 from xinference_xavier.transport.select import Transports
 from xinference_xavier.transport.shm import ShmTransport
 
-WAIT_S = 20.0
 H, D = int(Tier.HOST), int(Tier.DEVICE)
 
 
@@ -69,9 +69,8 @@ class Reader:
     def load(self, *rows: tuple[int, int, int, int]) -> SegmentResult:
         table = np.array(rows, dtype=np.int64)
         self.engine.submit(LoadJob(1, "r", (LoadSegment(1, table),), WAIT_S), self.peers)
-        while not (results := self.engine.poll()):
-            time.sleep(0.0005)
-        return results[0].segments[0]
+        (result,) = drain(self.engine)
+        return result.segments[0]
 
     def block(self, block: int) -> bytes:
         return self.tensor[block].numpy().tobytes()
@@ -148,10 +147,7 @@ def test_a_killed_peer_is_unmapped_without_a_load(mortal: Peer) -> None:
     assert reader.load((H, 2, 3, 0)).failed_rows == set()
     assert maps()
     mortal.kill()
-    end = time.monotonic() + WAIT_S
-    while maps() and time.monotonic() < end:
-        time.sleep(0.002)
-    assert maps() == []
+    wait_until(lambda: maps() == [])
     result = reader.load((H, 2, 3, 1))
     reader.engine.close(WAIT_S)
     assert (result.failed_rows, result.reason) == ({0}, "unavailable")

@@ -8,9 +8,8 @@ from queue import Empty
 
 import pytest
 
+from tests.waiting import WAIT_S
 from xinference_xavier.transport.tasks import Tasks
-
-WAIT_S = 20.0
 
 
 def test_the_quick_lane_passes_over_what_may_wait_for_a_peer() -> None:

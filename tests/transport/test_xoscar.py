@@ -25,10 +25,10 @@ from fetch_peer import (
     make_arenas,
     make_transport,
     soon,
-    wait_until,
 )
 
 from tests.store.fake_cuda import FakeCuda, host
+from tests.waiting import wait_until
 from xinference_xavier.layout import probe_layout
 from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.cuda_device import CudaDevice

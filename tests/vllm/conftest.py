@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm_harness import SCHEDULERS, Engine
+from vllm_harness import SCHEDULERS, Engine, Make
 
 
 @pytest.fixture(scope="session")
@@ -56,9 +56,6 @@ def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig
 @pytest.fixture(params=SCHEDULERS, ids=lambda scheduler: scheduler.__name__)
 def scheduler_class(request: pytest.FixtureRequest) -> type[Scheduler]:
     return request.param
-
-
-Make = Callable[..., Engine]
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import Make
-from vllm_harness import Engine, keys_of, prompt_of, share
+from vllm_harness import Engine, Make, keys_of, prompt_of, share
 
 from xinference_xavier.vllm.loads import Loads
 from xinference_xavier.vllm.lookup import Lookups

@@ -11,9 +11,8 @@ import random
 from collections.abc import Callable
 
 import pytest
-from conftest import Make
 from fake_worker import BLOCK
-from vllm_harness import Engine, prompt_of, share
+from vllm_harness import Engine, Make, prompt_of, share
 
 from xinference_xavier.store.jobs import LoadJob, LoadResult, StoreJob, StoreResult
 from xinference_xavier.vllm.metadata import WorkerMeta

@@ -7,9 +7,8 @@ from collections import Counter
 from itertools import product
 
 import pytest
-from conftest import Make
 from fake_worker import BLOCK, answer_of
-from vllm_harness import Engine, keys_of, prompt_of, share
+from vllm_harness import Engine, Make, keys_of, prompt_of, share
 
 
 def test_an_engine_without_connector_answers_what_the_oracle_says(make: Make) -> None:

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Make
 from deferred_worker import CUDA
 from test_fuzz import Fuzz
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm_harness import Engine, prompt_of
+from vllm_harness import Engine, Make, prompt_of
 
 from tests.deferring import ORDERS
 from xinference_xavier.vllm.connector import XavierConnector

@@ -7,17 +7,16 @@ from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
-from conftest import Make
 from fake_worker import BLOCK, SLOT_BYTES
 from vllm.v1.request import RequestStatus
-from vllm_harness import Engine, keys_of, prompt_of, share
+from vllm_harness import Engine, Make, keys_of, prompt_of, share
 
 from xinference_xavier.control.runtime import ReservationState
 from xinference_xavier.store.jobs import OWN_STORE, LoadJob, LoadResult, StoreResult
 from xinference_xavier.vllm.counters import Counters
 from xinference_xavier.vllm.metadata import WorkerMeta
-from xinference_xavier.vllm.pace import Pace
-from xinference_xavier.vllm.sources import MOST_SOURCES, Part, Sources
+from xinference_xavier.vllm.pace import MOST_SOURCES, Pace
+from xinference_xavier.vllm.sources import Part, Sources
 
 PROMPT = prompt_of(1, 100)
 BLOCKS = 6

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Make
-from vllm_harness import Engine, keys_of, prompt_of, share
+from vllm_harness import Engine, Make, keys_of, prompt_of, share
 
 from xinference_xavier.store.jobs import LoadJob, Tier
 

@@ -7,9 +7,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import Make
 from fake_worker import no_store_fault
-from vllm_harness import Engine, keys_of, prompt_of, share
+from vllm_harness import Engine, Make, keys_of, prompt_of, share
 
 from xinference_xavier.store.jobs import StoreJob
 

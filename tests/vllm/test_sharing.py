@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
-from conftest import Make
 from fake_worker import Registry
-from vllm_harness import Engine, keys_of, prompt_of
+from vllm_harness import Engine, Make, keys_of, prompt_of
 
 from tests.control.control_harness import cluster, eventually
 from xinference_xavier.launch_note import ENVIRONMENT, LaunchNote

@@ -8,7 +8,6 @@ from typing import Any
 
 import prometheus_client
 import pytest
-from conftest import Make
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorLogging,
@@ -18,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm_harness import Clock, Engine, prompt_of, share
+from vllm_harness import Clock, Engine, Make, prompt_of, share
 
 from tests.metrics_status import status
 from xinference_xavier.metrics.table import LOAD_SECONDS, METRICS, SOURCES, Kind, samples

@@ -6,11 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import Make
 from fake_worker import BLOCK
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm_harness import Engine, prompt_of, share
+from vllm_harness import Engine, Make, prompt_of, share
 
 from xinference_xavier.metrics.table import SOURCES
 from xinference_xavier.vllm.counters import Counters

@@ -380,6 +380,10 @@ class Engine:
         self.forget_local()
 
 
+Make = Callable[..., Engine]
+"""What the fixture ``make`` is."""
+
+
 def make_request(
     request_id: str,
     prompt: Sequence[int],

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xinference_xavier.cli.output import STDOUT, json_option
+from xinference_xavier.options import TRANSPORTS
 
 if TYPE_CHECKING:
     from xinference_xavier.bench.report import Report
@@ -119,7 +120,7 @@ def command() -> None:
 @click.option("--pairs", type=click.IntRange(2), default=10, show_default=True)
 @click.option(
     "--transport",
-    type=click.Choice(["auto", "shm", "nixl", "xoscar"]),
+    type=click.Choice(TRANSPORTS),
     default="auto",
     show_default=True,
 )

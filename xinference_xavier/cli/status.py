@@ -55,7 +55,8 @@ def command(
 
 def _show(model: Model | ModelStatus) -> None:
     name = f" ({model.model_name})" if model.model_name else ""
-    title = f"{model.model_uid}{name}: {model.status or 'stopped'}, {model.replica} replicas"
+    count = f"{model.replica} replica{'' if model.replica == 1 else 's'}"
+    title = f"{model.model_uid}{name}: {model.status or 'stopped'}, {count}"
     if not model.replicas:
         click.echo(f"{title}; none of them is in the directory")
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -159,9 +160,11 @@ class PeerActor(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
         keys: list[bytes] = []
         try:
             # The host tier's slots come behind those of the device tier.
-            cursor: int | None = index.counters().capacity[Tier.DEVICE] if tier else 0
-            while cursor is not None and len(keys) < count:
-                page, cursor = index.snapshot(cursor)
+            border = index.counters().capacity[Tier.DEVICE]
+            cursor: int | None = border if tier else 0
+            end = sys.maxsize if tier else border
+            while cursor is not None and cursor < end and len(keys) < count:
+                page, cursor = index.snapshot(cursor, min(LEASE_KEYS, end - cursor))
                 keys += page
                 await asyncio.sleep(0)
             grant = index.acquire(

@@ -22,7 +22,7 @@ from xinference_xavier.cli.output import STDOUT, json_option, write_json
 from xinference_xavier.demo import report, story
 from xinference_xavier.demo.judge import Part
 from xinference_xavier.demo.server import DemoError, Server
-from xinference_xavier.options import OptionError, XavierOptions
+from xinference_xavier.options import TRANSPORTS, OptionError, XavierOptions
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -36,7 +36,7 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 )
 @click.option(
     "--transport",
-    type=click.Choice(["auto", "shm", "nixl", "xoscar"]),
+    type=click.Choice(TRANSPORTS),
     default="auto",
     show_default=True,
     help="How blocks come from the other replica.",
@@ -70,7 +70,7 @@ def command(
 ) -> None:
     """Show two replicas sharing their KV cache.
 
-    Starts a real Xinference with two real vLLM replicas, takes a few minutes and about 8 GB of
+    Starts a real Xinference with two real vLLM replicas, takes a few minutes and about 12 GB of
     memory, and leaves nothing behind but SmolLM2 in the cache. Exits with status 1, and says
     which part it is, if something is not as it should be.
     """

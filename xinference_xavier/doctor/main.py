@@ -111,6 +111,8 @@ def _paths(group: tuple[str, str] | None) -> Iterable[Finding]:
                 "run the doctor where a replica runs, in its environment",
             )
         ]
+    whose = "this host" if group is None else f"the replicas of {group[1]}"
+    click.echo(f"Reading from {whose} over each transport; this can take a minute ...", err=True)
     return probe.host_paths() if group is None else probe.replica_paths(*group)
 
 

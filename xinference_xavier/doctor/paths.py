@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -164,8 +163,16 @@ def _serve(pipe: Pipe) -> None:
 def _read_all(pipe: Pipe, errand: Errand) -> None:
     # A load copies on one thread as well.
     torch.set_num_threads(1)
-    for name in errand.transports:
-        pipe.send(_read_over(name, errand))
+    # UCX prints its protocols to standard output, which nothing else uses in this process.
+    os.environ["UCX_PROTO_INFO"] = "y"
+    with tempfile.TemporaryFile(buffering=0) as told:
+        os.dup2(told.fileno(), 1)
+        for name in errand.transports:
+            start = os.fstat(told.fileno()).st_size
+            outcomes = _read_over(name, errand)
+            size = os.fstat(told.fileno()).st_size - start
+            lane = read_lane(os.pread(told.fileno(), size, start).decode(errors="replace"))
+            pipe.send([replace(each, lane=None if each.error else lane) for each in outcomes])
     pipe.send(None)
 
 
@@ -177,26 +184,21 @@ def _read_over(name: str, errand: Errand) -> list[Outcome]:
     arena = Arena.create(STAGING, slot_bytes, "doctor")
     pool = range(STAGING)
     try:
-        with _ucx_telling() as told:
-            try:
-                transports = Transports.start(
-                    choice=name,
-                    arenas={Tier.HOST: arena},
-                    staging={Tier.HOST: pool},
-                    host=errand.host,
-                    layout_digest=errand.handle.layout_digest,
-                )
-            except Unavailable as error:
-                return [Outcome(name, tier.name.lower(), str(error)) for tier in tiers]
-            try:
-                staging = StagingPool(pool, lambda: transports.quarantined(Tier.HOST))
-                found = [
-                    _read_tier(transports, name, errand, tier, arena, staging) for tier in tiers
-                ]
-            finally:
-                transports.close()
-        lane = read_lane(told[0])
-        return [replace(outcome, lane=None if outcome.error else lane) for outcome in found]
+        try:
+            transports = Transports.start(
+                choice=name,
+                arenas={Tier.HOST: arena},
+                staging={Tier.HOST: pool},
+                host=errand.host,
+                layout_digest=errand.handle.layout_digest,
+            )
+        except Unavailable as error:
+            return [Outcome(name, tier.name.lower(), str(error)) for tier in tiers]
+        try:
+            staging = StagingPool(pool, lambda: transports.quarantined(Tier.HOST))
+            return [_read_tier(transports, name, errand, tier, arena, staging) for tier in tiers]
+        finally:
+            transports.close()
     finally:
         arena.close()
 
@@ -270,33 +272,6 @@ def _read_rows(
 
 def _wrong(wanted: torch.Tensor, found: torch.Tensor) -> int:
     return int(((wanted != found) & (wanted != 0)).sum())
-
-
-@contextmanager
-def _ucx_telling() -> Iterator[list[str]]:
-    """Let UCX print its protocols, which it does to standard output, into the list that is given.
-
-    The text is there at the end of the block.
-    """
-    before = os.environ.get("UCX_PROTO_INFO")
-    os.environ["UCX_PROTO_INFO"] = "y"
-    told: list[str] = []
-    with tempfile.TemporaryFile() as file:
-        sys.stdout.flush()
-        saved = os.dup(1)
-        os.dup2(file.fileno(), 1)
-        try:
-            yield told
-        finally:
-            sys.stdout.flush()
-            os.dup2(saved, 1)
-            os.close(saved)
-            if before is None:
-                del os.environ["UCX_PROTO_INFO"]
-            else:
-                os.environ["UCX_PROTO_INFO"] = before
-            file.seek(0)
-            told.append(file.read().decode(errors="replace"))
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 """The only place that imports Xinference: GPU-first Xavier for its vLLM backend.
 
 ``XINFERENCE_EXTENSIONS=xinference_xavier.extension:create`` loads it in Xinference's API,
-supervisor and worker processes. ``launch`` translates a launch, ``api`` puts it in front of the
-stock routes, ``plugin`` is what Xinference talks to, and ``vllm`` holds the model classes, which
-run in a replica's own process.
+supervisor and worker processes. ``launch`` translates a launch, ``routes`` are those of the
+API, some of them before stock ones, ``plugin`` is what Xinference talks to, and ``vllm`` holds the
+model classes, which run in a replica's own process.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def create() -> XavierExtension:
     """Return the extension, as Xinference asks for it at start.
 
-    Raises :class:`~xinference_xavier.versions.UnsupportedVersion` when Xinference or xoscar is
-    not one that this package was checked with; Xinference then does not start.
+    Raises :class:`~xinference_xavier.extension.plugin.UnsupportedVersion` when Xinference or
+    xoscar is not one that this package was checked with; Xinference then does not start.
     """
     # Model processes import this package for the model classes alone: nothing else loads there.
     from xinference_xavier.extension.plugin import XavierExtension

@@ -45,11 +45,6 @@ def device_memories(devices: Sequence[int | str] | None = None) -> list[DeviceMe
     return [memory for memory in found if memory is not None]
 
 
-def device_memory() -> DeviceMemory | None:
-    """Return the device with the most free memory of those that this process sees, or None."""
-    return max(device_memories(), key=lambda device: device.available, default=None)
-
-
 def _handles(pynvml: Any, devices: Sequence[int | str] | None) -> Iterable[Any]:
     if devices is None and VISIBLE in os.environ:
         devices = [name.strip() for name in os.environ[VISIBLE].split(",") if name.strip()]

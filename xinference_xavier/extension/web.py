@@ -14,14 +14,14 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from xinference_xavier.options import XavierOptions
+from xinference_xavier.options import TRANSPORTS, XavierOptions
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def script_tag(version: str, *, console: bool) -> bytes:
         "gpu": default["xavier_gpu_cache_bytes"].to_plain(),
         "cpu": default["xavier_cpu_cache_bytes"].to_plain(),
         "transport": default["xavier_transport"],
-        "transports": get_args(XavierOptions.model_fields["xavier_transport"].annotation),
+        "transports": TRANSPORTS,
         "console": CONSOLE if console else None,
     }
     data = html.escape(json.dumps(told))

@@ -29,6 +29,7 @@ from typing import Protocol
 
 import torch
 
+from xinference_xavier.hostmemory import host_memory
 from xinference_xavier.store.cuda import DeviceHandle
 
 PAGE = 4096
@@ -232,11 +233,12 @@ class Arena:
 
 def _populate(fd: int, size: int, name: str) -> mmap.mmap:
     """Size the file, take its pages now, and map it writable."""
-    available = _available_memory()
-    if size > available:
+    available = host_memory().available
+    if size > available.bytes:
         raise ArenaError(
-            f"arena {name}: {size} bytes are needed and {available} are available on this host: "
-            "lower xavier_cpu_cache_bytes or xavier_gpu_cache_bytes"
+            f"arena {name}: {size} bytes are needed and {available.bytes} are available on this "
+            f"host (limit: {available.source}): lower xavier_cpu_cache_bytes or "
+            "xavier_gpu_cache_bytes"
         )
     try:
         os.ftruncate(fd, size)
@@ -257,14 +259,6 @@ def _populate(fd: int, size: int, name: str) -> mmap.mmap:
         if error.errno != errno.EINVAL:
             raise ArenaError(f"arena {name}: cannot map {size} bytes: {error.strerror}") from error
     return mapping
-
-
-def _available_memory() -> int:
-    """Return the bytes that the kernel can give without swapping (``MemAvailable``)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ArenaError("/proc/meminfo does not tell the available memory")
 
 
 def _seal(fd: int) -> None:

@@ -67,6 +67,9 @@ class CudaApi(Protocol):
     def memory(self) -> tuple[int, int]:
         """Return the device's free and total bytes."""
 
+    def reserved(self) -> int:
+        """Return the bytes that torch's allocator of this process holds of the device."""
+
     def peer_access(self, uuid: str) -> bool | None:
         """Whether this device can read that GPU's memory; None where it is not visible here."""
 
@@ -199,6 +202,10 @@ class Cuda:
         """See :class:`CudaApi`."""
         free, total = self._call("cudaMemGetInfo")
         return int(free), int(total)
+
+    def reserved(self) -> int:
+        """See :class:`CudaApi`."""
+        return int(torch.cuda.memory_reserved(self._device))
 
     def peer_access(self, uuid: str) -> bool | None:
         """See :class:`CudaApi`."""

@@ -3,8 +3,8 @@
 
 A job says which bytes to move; it never says why. The scheduler side makes it from the index's
 plan, ships it in the step's connector metadata, and changes what readers can see only when every
-rank has reported the job (DESIGN 3, "Policy apart from bytes"). All tables are int64 arrays of
-fixed columns, so that a step's metadata pickles to a few hundred bytes.
+rank has reported the job (docs/design.md, "Policy apart from bytes"). All tables are int64 arrays
+of fixed columns, so that a step's metadata pickles to a few hundred bytes.
 """
 
 from __future__ import annotations

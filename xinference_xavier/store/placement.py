@@ -244,7 +244,7 @@ class Placement:
         removed += self.trim(len(failed_demotions))
         above = -self.room(Tier.DEVICE)
         if above > 0:
-            late = [slot for slot in good if slot < table.device_slots][-above:]
+            late = set([slot for slot in good if slot < table.device_slots][-above:])
             for slot in late:
                 table.abandon(slot)
             totals.limit_evictions += len(late)

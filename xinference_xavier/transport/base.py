@@ -5,8 +5,8 @@ Each tier of a peer has a connection of its own, since a GPU's memory is reached
 a host's. Two kinds exist. A *mapped* one shows the tier as a local tensor, from which a local copy
 goes straight into KV blocks: the copy cannot outlive its caller. A *fetching* one (NIXL, xoscar)
 reads into staging slots of our own arenas, because a late write into KV blocks would corrupt what
-vLLM recomputes there after a failure (DESIGN 4, "Load"); the local copy follows when the read is
-complete.
+vLLM recomputes there after a failure (docs/design.md, "A load"); the local copy follows when the
+read is complete.
 
 Transports are started and closed on the worker's main thread, and closing is bounded. Every other
 call here happens on a load thread, never on the engine's.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which replicas may read each other's blocks: the group fingerprint (DESIGN R3)."""
+"""Which replicas may read each other's blocks: the group fingerprint (R3)."""
 
 from __future__ import annotations
 

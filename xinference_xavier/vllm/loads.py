@@ -67,7 +67,6 @@ class _Load:
     promoted: set[int]
     """Rows of all promotions together that no rank has failed."""
     ranks_left: int
-    started: float
     failed: set[int] = field(default_factory=set)
     """Failed blocks, counted from ``first_block``."""
 
@@ -185,7 +184,6 @@ class Loads:
             promotions,
             set(range(len(moves))),
             self._ranks,
-            self._clock(),
         )
         self._blocks_in_flight += len(block_ids)
         table = np.array(moves, dtype=np.int64).reshape(-1, 3)

@@ -41,6 +41,8 @@ class Parts:
     loads: Loads
     saves: Saves
     shape: dict[str, Any]
+    publishing: threading.Lock
+    """Held from a change of the index to what the directory hears of it."""
     quarantined: int = 0
     watch_quarantine_until: float = 0.0
     refusals: Counter[str] = field(default_factory=Counter)
@@ -69,7 +71,6 @@ def assemble(
     blocks: Blocks,
     pace: Pace,
     counters: Counters,
-    publishing: threading.Lock,
     status: Callable[[], dict[str, Any]],
     clear: Callable[[], dict[str, Any]],
     close: Callable[[float], dict[str, Any]],
@@ -127,6 +128,7 @@ def assemble(
         pace=pace,
         counters=counters,
     )
+    publishing = threading.Lock()
     saves = Saves(
         index=index,
         blocks=blocks,
@@ -152,4 +154,4 @@ def assemble(
     }
     control.start(START_TIMEOUT_S)
     launch_note.write_peer(control.address)
-    return Parts(index, control, lookups, loads, saves, shape)
+    return Parts(index, control, lookups, loads, saves, shape, publishing)

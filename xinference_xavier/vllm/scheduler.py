@@ -27,7 +27,7 @@ from xinference_xavier.vllm.compat import Blocks
 from xinference_xavier.vllm.counters import Counters
 from xinference_xavier.vllm.engine import request_facts
 from xinference_xavier.vllm.metadata import ConnectorMeta, Handshake, WorkerMeta
-from xinference_xavier.vllm.pace import SMALL_STEP, Pace
+from xinference_xavier.vllm.pace import Pace, Steps
 from xinference_xavier.vllm.parts import Parts, assemble
 from xinference_xavier.vllm.stats import StatsSource, XavierStats
 from xinference_xavier.vllm.usage import Usage, Usages
@@ -68,6 +68,7 @@ class SchedulerSide:
         self._usages = Usages(self._counters)
         self._stats = StatsSource(self.measured, self._counters.load_seconds)
         self._pace = Pace()
+        self._steps = Steps(self._pace)
         self._blocks: Blocks | None = None
         self._parts: Parts | None = None
         self._closing = threading.Event()
@@ -77,13 +78,8 @@ class SchedulerSide:
         self._requests: dict[str, Request] = {}
         self._no_more_loads: set[str] = set()
         self._cleared = threading.Event()
-        self._publishing = threading.Lock()
         self._outdated: set[str] = set()
         """Requests with KV that was loaded before a clear; what they compute is not saved."""
-        self._steps = 0
-        self._prefills: dict[int, tuple[int, float]] = {}
-        """Tokens and start of the steps in flight whose speed is to be measured."""
-        self._last_output = 0.0
 
     # --- start -----------------------------------------------------------------------------
 
@@ -109,7 +105,6 @@ class SchedulerSide:
             blocks=self._blocks,
             pace=self._pace,
             counters=self._counters,
-            publishing=self._publishing,
             status=self.status,
             clear=lambda: {"cleared": self.clear()},
             close=self.close,
@@ -188,7 +183,8 @@ class SchedulerSide:
             self._counters.errors["plan saves"] += 1
             logger.exception("Xavier could not plan the saves of a step; they are skipped")
             parts.saves.abandon("error")
-        return ConnectorMeta(stores, jobs, peers, self._measured(output.total_num_scheduled_tokens))
+        step = self._steps.started(output.total_num_scheduled_tokens)
+        return ConnectorMeta(stores, jobs, peers, step)
 
     def completed(self, output: KVConnectorOutput) -> None:
         """Take what the workers report: publish saves, end loads."""
@@ -198,7 +194,7 @@ class SchedulerSide:
         if output.invalid_block_ids:
             parts.saves.invalidated(output.invalid_block_ids)
         meta = output.kv_connector_worker_meta
-        self._measure(meta.step if isinstance(meta, WorkerMeta) else 0)
+        self._steps.ended(meta.step if isinstance(meta, WorkerMeta) else 0)
         if not isinstance(meta, WorkerMeta):
             return
         if meta.quarantined > parts.quarantined:
@@ -265,7 +261,7 @@ class SchedulerSide:
         # Before the index: what the engine's thread plans in between is of the old epoch.
         self._cleared.set()
         try:
-            with self._publishing:
+            with parts.publishing:
                 parts.index.clear()
                 parts.control.withdraw_all()
         except StoreClosed:
@@ -290,12 +286,12 @@ class SchedulerSide:
         """Let each tier hold at most so many blocks; see :func:`limits.set_limits`."""
         if self._parts is None:
             return {"limited": False}
-        return limits.set_limits(self._parts, self._publishing, device_slots, host_slots)
+        return limits.set_limits(self._parts, device_slots, host_slots)
 
     def withdraw(self) -> None:
         """Tell the directory of blocks that went when the leases on them ended."""
         if self._parts is not None:
-            limits.withdraw(self._parts, self._publishing)
+            limits.withdraw(self._parts)
 
     def status(self) -> dict[str, Any]:
         """Return this replica's state as plain values for JSON."""
@@ -365,22 +361,6 @@ class SchedulerSide:
         parts.saves.abandon("cleared")
         self._outdated = parts.loads.request_ids() | set(parts.loaded)
         self._outdated &= self._requests.keys()
-
-    def _measured(self, tokens: int) -> int:
-        """Return the number under which a step's duration is reported, 0 if it says nothing."""
-        if tokens < SMALL_STEP:
-            return 0
-        self._steps += 1
-        self._prefills[self._steps] = (tokens, time.monotonic())
-        return self._steps
-
-    def _measure(self, step: int) -> None:
-        """Note the end of a step; with two in flight it has run since the last one ended."""
-        now = time.monotonic()
-        if step in self._prefills:
-            tokens, started = self._prefills.pop(step)
-            self._pace.prefilled(tokens, now - max(started, self._last_output))
-        self._last_output = now
 
     def _would_bar_loaded(self, parts: Parts, request: Request) -> bool:
         """Whether a load for this request must wait until vLLM has run others whose load ended.

@@ -14,17 +14,13 @@ from typing import Final
 from xinference_xavier.control.runtime import ControlRuntime, MemberInfo
 from xinference_xavier.store.jobs import OWN_STORE, SegmentResult
 from xinference_xavier.vllm.counters import Counters, Durations
-from xinference_xavier.vllm.pace import Pace
+from xinference_xavier.vllm.pace import MOST_SOURCES, Pace
 
 BLAMELESS: Final = frozenset({"skipped", "closed", "not started"})
 """Reasons for which a segment was not read at all; they say nothing of its member."""
 
-
 OWN: Final = "own"
 """The own store's name among the sources."""
-
-MOST_SOURCES: Final = 256
-"""Sources that are kept; the oldest are forgotten, since members come and go for months."""
 
 
 @dataclass(slots=True)

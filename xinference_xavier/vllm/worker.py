@@ -98,8 +98,8 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Build arenas and copy engines for vLLM's KV cache.
 
-        Raises OptionError, LayoutError, ArenaError or TransportUnavailable, which fail the launch
-        with that message. Nothing is left then.
+        Raises OptionError, LayoutError, ArenaError, CudaError or TransportUnavailable, which fail
+        the launch with that message. Nothing is left then.
         """
         try:
             self._build(kv_caches)
@@ -197,8 +197,8 @@ class WorkerSide:
             slot_bytes=layout.slot_bytes,
             scratch=device_bytes(layout.slot_bytes, len(layout.spans)),
         )
-        held = torch.cuda.memory_reserved(api.device)
-        check_device_room(self._options, need, memory, device_claim(self._config), held)
+        claim = device_claim(self._config)
+        check_device_room(self._options, need, memory, claim, api.reserved())
         staging = device_staging_slots(self._options, layout.slot_bytes) if gpu else 0
         return Slots(device=gpu, host=host, device_staging=staging)
 

@@ -33,7 +33,6 @@ from xinference_xavier.extension.routes.access import (
     require,
     some_members_of,
 )
-from xinference_xavier.extension.routes.launch import checked_here
 from xinference_xavier.extension.routes.models import PEER_TIMEOUT_S
 from xinference_xavier.extension.vllm.cpu import cpu_build_installed
 from xinference_xavier.extension.vllm.gpu import launch_room
@@ -51,7 +50,12 @@ from xinference_xavier.planner import (
     read_options,
     with_request,
 )
-from xinference_xavier.preflight import DeviceMemory, largest_budget
+from xinference_xavier.preflight import (
+    DeviceMemory,
+    EngineClaim,
+    check_budgets,
+    largest_budget,
+)
 from xinference_xavier.schemas import (
     Plan,
     PlanLimits,
@@ -75,27 +79,27 @@ class _Block:
 class _Here:
     """The memory of this process's host, as far as a launch may use it.
 
-    ``device`` None: no GPU, or none that is known. ``gpu_most`` is the largest budget beside
-    vLLM's own needs, in bytes.
+    ``device``, ``claim`` and ``promised`` are those of ``launch_room``, or as they are here on a
+    CPU-only host.
     """
 
-    on_cpu: bool
     host: HostMemory
     device: DeviceMemory | None = None
-    gpu_most: int | None = None
+    claim: EngineClaim | None = None
+    promised: int = 0
 
     @property
     def kind(self) -> Literal["cpu", "cuda"] | None:
-        if self.on_cpu:
+        if self.device is None:
             return "cpu"
-        return None if self.device is None else "cuda"
+        return "cuda" if self.device.total else None
 
     @property
     def memory(self) -> Memory:
         total = self.host.total.bytes
-        if self.on_cpu:
+        if self.device is None:
             return Memory(gpu_total=total, cpu_total=total)
-        return Memory(gpu_total=self.device.total if self.device else None, cpu_total=total)
+        return Memory(gpu_total=self.device.total or None, cpu_total=total)
 
 
 def add_routes(context: Any) -> None:
@@ -131,8 +135,8 @@ def add_routes(context: Any) -> None:
         errors = [*plan.errors, *_refusals(launch, block)]
         limits = PlanLimits()
         if here is not None:
-            limits = _limits(plan, here)
-            if not errors and (problem := await asyncio.to_thread(_misfit, launch)) is not None:
+            limits = _limits(plan, launch, here)
+            if not errors and (problem := _misfit(launch, here)) is not None:
                 errors.append(problem)
         return plan.model_copy(
             update={
@@ -147,17 +151,9 @@ def add_routes(context: Any) -> None:
 
 def _here(request: PlanRequest) -> _Here:
     if cpu_build_installed():
-        return _Here(True, host_memory())
-    device, claim, promised = launch_room(
-        request.model_dump(exclude_none=True), request.replica or 1
-    )
-    if not device.total:
-        return _Here(False, host_memory())
-    # Only the transport makes a difference.
-    transport = read_options(request)[0].get("xavier_transport")
-    options = XavierOptions.from_mapping({"xavier_transport": transport})
-    most = largest_budget(options, device, claim, promised)
-    return _Here(False, host_memory(), device, most)
+        return _Here(host_memory())
+    config = request.model_dump(exclude_none=True)
+    return _Here(host_memory(), *launch_room(config, request.replica or 1))
 
 
 async def _block(supervisor: Any, launch: PlanRequest) -> _Block:
@@ -220,31 +216,44 @@ def _field(problem: str) -> str | None:
     return found[1] if found else None
 
 
-def _misfit(request: PlanRequest) -> PlanNote | None:
+def _misfit(request: PlanRequest, here: _Here) -> PlanNote | None:
     """Return why this launch's budgets do not fit on this host, or None."""
     body = {**request.model_dump(exclude_none=True), STOCK_SWITCH: True, SWITCH: True}
     try:
         launch = translate(body)
         if isinstance(launch, Launch):
-            checked_here(launch)
+            check_budgets(
+                launch.options,
+                replicas_on_host=launch.replicas,
+                device=here.device,
+                claim=here.claim,
+                promised=here.promised,
+                host=here.host,
+            )
     except OptionError as error:
         message = str(error)
         return PlanNote(field=_field(message), code="does_not_fit", message=message)
     return None
 
 
-def _limits(plan: Plan, here: _Here) -> PlanLimits:
+def _limits(plan: Plan, request: PlanRequest, here: _Here) -> PlanLimits:
     """Return the largest budget of each tier beside the other one as it is."""
     gpu, cpu = plan.per_replica.gpu.budget_bytes, plan.per_replica.cpu.budget_bytes
     each = here.host.available.bytes // plan.replica
     if here.host.process is not None:
         each = min(each, here.host.process.bytes)
-    if here.on_cpu:
+    if here.device is None or here.claim is None:
         return PlanLimits(
             gpu_bytes=None if cpu is None else max(0, each - cpu),
             cpu_bytes=None if gpu is None else max(0, each - gpu),
         )
-    return PlanLimits(gpu_bytes=here.gpu_most, cpu_bytes=each)
+    if not here.device.total:
+        return PlanLimits(cpu_bytes=each)
+    # Only the transport makes a difference.
+    transport = read_options(request)[0].get("xavier_transport")
+    options = XavierOptions.from_mapping({"xavier_transport": transport})
+    most = largest_budget(options, here.device, here.claim, here.promised)
+    return PlanLimits(gpu_bytes=most, cpu_bytes=each)
 
 
 def _warnings(here: _Here | None) -> list[PlanNote]:
@@ -256,7 +265,7 @@ def _warnings(here: _Here | None) -> list[PlanNote]:
                 message="the workers run elsewhere: each checks the budgets against its own host",
             )
         ]
-    if here.on_cpu:
+    if here.device is None:
         return [
             PlanNote(
                 field="xavier_gpu_cache_bytes",

