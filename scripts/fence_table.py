@@ -62,14 +62,15 @@ def swapped(name: str, file: str, first: str, second: str, tests: tuple[str, ...
 
 _COPIER = "store/copier.py"
 _MOVE = "                self._device.move(source.data, from_slots, target.data, slots)\n"
-_GATHER = "                self._device.gather(rows[:, 0], arena.data, slots)\n"
+_GATHER = "                self._device.gather(blocks, arena.data, slots)\n"
 _WAIT = "                self._device.fence()\n"
-_PUBLISH_MOVE = (
-    "            publish(target.meta, slots, rows[:, 2], source.meta.numpy()[from_slots, 1])\n"
+_PUBLISH_MOVE = "            publish(target.meta, slots[good], rows[good, 2], checksums[good])\n"
+_PUBLISH_GATHER = "            publish(arena.meta, slots[good], rows[good, 3], checksums[good])\n"
+
+_PUBLISH_WHOLE_MOVE = (
+    "publish(target.meta, slots, rows[:, 2], source.meta.numpy()[from_slots, 1])\n"
 )
-_PUBLISH_GATHER = (
-    "            publish(arena.meta, slots, rows[:, 3], self._checksums(arena.data, slots))\n"
-)
+_PUBLISH_WHOLE_STORE = "publish(arena.meta, slots, rows[:, 3], np.zeros(len(slots), np.int64))\n"
 
 _STORES: Final = (
     gone(
@@ -103,7 +104,7 @@ _STORES: Final = (
         "a demotion is published before its fence",
         _COPIER,
         _MOVE,
-        f"{_MOVE}    {_PUBLISH_MOVE}",
+        f"{_MOVE}                {_PUBLISH_WHOLE_MOVE}",
         COPIER,
     ),
     gone("a demotion is not published", _COPIER, _PUBLISH_MOVE, COPIER),
@@ -115,7 +116,7 @@ _STORES: Final = (
         "a store is published before its fence",
         _COPIER,
         _GATHER,
-        f"{_GATHER}    {_PUBLISH_GATHER}",
+        f"{_GATHER}                {_PUBLISH_WHOLE_STORE}",
         COPIER,
     ),
     gone("a store is not published", _COPIER, _PUBLISH_GATHER, COPIER),
@@ -169,8 +170,8 @@ _LOADS: Final = (
     *fence(
         "a load",
         _SEGMENT,
-        "            self._means.device.scatter(data, slots, blocks)\n",
-        "            self._means.device.fence()\n",
+        "                self._means.device.scatter(data, slots, blocks)\n",
+        "                self._means.device.fence()\n",
         ORDER,
     ),
     swapped(
@@ -196,7 +197,7 @@ _LOADS: Final = (
     ),
     *fence(
         "verification",
-        _SEGMENT,
+        "store/checksum.py",
         "                self._device.gather(part, self._scratch, places)\n",
         _WAIT,
         ORDER,
@@ -244,8 +245,8 @@ _LOADS: Final = (
     ),
 )
 
-_MARK_LOADS = "            after = self._mark()\n            for job in meta.loads:\n"
-_MARK_STORES = "            after = self._mark()\n            for job in meta.stores:\n"
+_MARK_LOADS = "            after = self._mark()\n        except"
+_MARK_STORES = "            after = self._mark() if left else None\n"
 
 _WORKER: Final = (
     Mutation(
@@ -259,7 +260,7 @@ _WORKER: Final = (
         "a step's stores take no mark",
         "vllm/worker.py",
         _MARK_STORES,
-        _MARK_STORES.replace("self._mark()", "None"),
+        _MARK_STORES.replace("self._mark() if left else None", "None"),
         WORKER,
     ),
     Mutation(
@@ -272,8 +273,8 @@ _WORKER: Final = (
     Mutation(
         "the worker submits stores without their mark",
         "vllm/worker.py",
-        "self._copies.submit(job, after)",
-        "self._copies.submit(job)",
+        "self._copies.submit(left[0], after)",
+        "self._copies.submit(left[0])",
         WORKER,
     ),
     Mutation(

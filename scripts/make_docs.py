@@ -11,6 +11,7 @@ from docs_reference import api_page, commands_page, table
 from make_pictures import pictures
 
 from xinference_xavier.features import VERSIONS, feature_table
+from xinference_xavier.installed import override_variable
 from xinference_xavier.metrics.table import SOURCES, metric_table
 from xinference_xavier.options import Deployment, option_table
 
@@ -43,6 +44,10 @@ Xinference's integration fills these in. With plain vLLM they are further keys o
 `kv_connector_extra_config`.
 
 {deployment}
+
+The secret that the replicas of a group share is no option, since options are logged: with plain
+vLLM it is `XINFERENCE_XAVIER_SECRET` or `XINFERENCE_XAVIER_SECRET_FILE` in the engine's environment
+([security](security.md#the-secret)).
 """
 
 FEATURES = """
@@ -57,6 +62,11 @@ reason and what to do. What is *not detected* is up to you.
 ## Versions
 
 {versions}
+
+Other versions, and all that come before a release, are refused at the start. To try one all the
+same, name exactly it in the environment of the process that refuses it: with plain vLLM of the
+server, in Xinference of each worker, and for `xinference` and `xoscar` of the supervisor, too. It
+then runs with a warning, and the next version is refused again.
 """
 
 METRICS = """
@@ -108,7 +118,12 @@ a request by itself, and what the engine says of it then is lost.
 def pages() -> dict[str, str]:
     """Return the text of each generated page and picture by its path below docs."""
     versions = [
-        {"package": name, "from": oldest, "below": untried}
+        {
+            "package": name,
+            "from": oldest,
+            "below": untried,
+            "to try another": f"`{override_variable(name)}=VERSION`",
+        }
         for name, (oldest, untried) in VERSIONS.items()
     ]
     options = OPTIONS.format(

@@ -48,7 +48,7 @@ def status(
             "failed_blocks": 2,
             "saved_blocks": 7,
             "saves_skipped": {"host_leased": 1},
-            "saves_failed": {"copy": 1},
+            "saves_failed": {"checksum": 1, "CudaError: at 0x7f01": 1, "CudaError: at 0x7f02": 2},
             "resets": 0,
             "errors": {"admit": 1},
         },

@@ -16,6 +16,7 @@ from xinference_xavier.bench.stats import (
     mean_interval,
     percentile,
     ratio_interval,
+    ratio_of_means,
     student_quantile,
 )
 
@@ -97,6 +98,27 @@ def test_one_value_has_no_interval_and_is_still_valid_json() -> None:
         plain = json.loads(json.dumps(found.to_dict(), allow_nan=False))
         assert plain["high"] is None
     assert mean_interval([3.0]).to_dict()["low"] is None
+
+
+def test_a_ratio_of_means_holds_the_truth_as_often_as_it_says() -> None:
+    random = np.random.default_rng(2)
+    runs = 2000
+    found = (
+        ratio_of_means(random.normal(0.5, 0.2, 10).tolist(), random.normal(5.0, 1.0, 10).tolist())
+        for _ in range(runs)
+    )
+    held = sum(interval.low <= 0.1 <= interval.high for interval in found)
+    assert 0.93 < held / runs < 0.98
+
+
+def test_a_ratio_to_what_may_be_nothing_is_not_resolved() -> None:
+    found = ratio_of_means([1.0, 1.1, 0.9] * 4, [0.1, -0.2, 0.15] * 4)
+    assert (found.low, found.high) == (-math.inf, math.inf)
+    assert at_most(found, 0.1) is Verdict.NOT_RESOLVED
+    assert ratio_of_means([-1.0, -1.1] * 5, [2.0, 2.1] * 5).high < 0
+    assert ratio_of_means([1.0], [0.0]).to_dict()["middle"] is None
+    with pytest.raises(ValueError, match="no values"):
+        ratio_of_means([], [1.0])
 
 
 def test_impossible_input_is_refused() -> None:

@@ -53,6 +53,7 @@ ENGINES: list[tuple[dict[str, object], str, str]] = [
     ({"encoder_decoder": True}, "an encoder-decoder model", "decoder-only"),
     ({"pooling": True}, "a pooling model", "without xavier_gpu_first"),
     ({"sleep_mode": True}, "enable_sleep_mode=True", "leave enable_sleep_mode off"),
+    ({"weight_transfer": True}, "a weight_transfer_config", "leave weight_transfer_config out"),
 ]
 
 
@@ -103,6 +104,7 @@ LAUNCHES: list[tuple[dict[str, object], str]] = [
     ({"draft_model_path": "/draft"}, "draft_model_path='/draft'"),
     ({"enable_sleep_mode": True}, "enable_sleep_mode=True"),
     ({"enable_weight_cache": True}, "enable_weight_cache=True"),
+    ({"weight_transfer_config": {"backend": "nccl"}}, "weight_transfer_config={"),
     ({"prefix_caching_hash_algo": "sha256"}, "prefix_caching_hash_algo=sha256"),
     (
         {"replica_config": [{"role": "prefill"}, {"role": "decode"}]},

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from xinference_xavier.launch_note import (
     ENVIRONMENT,
     LONGEST,
     LaunchNote,
-    end_with_launcher,
     reported,
     write_peer,
     write_reason,
@@ -104,62 +102,3 @@ def test_closing_twice_closes_one_descriptor(note: LaunchNote) -> None:
     note.close()
     os.fstat(other)
     os.close(other)
-
-
-LAUNCHER = """
-import os, subprocess, sys
-from xinference_xavier.launch_note import ENVIRONMENT, LaunchNote
-note = LaunchNote()
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]],
-                         env={**os.environ, ENVIRONMENT: note.path}, stdout=subprocess.PIPE)
-child.stdout.readline()
-print(child.pid, flush=True)
-child.wait()
-"""
-
-ENGINE = """
-import signal, threading
-import xinference_xavier.launch_note as launch_note
-launch_note.END_AFTER_S = 0.1
-{prepare}
-launch_note.end_with_launcher()
-print("watching", flush=True)
-while True:
-    threading.Event().wait(60)
-"""
-
-
-@pytest.mark.parametrize("prepare", ["", "signal.signal(signal.SIGTERM, lambda *a: None)"])
-def test_an_engine_ends_with_a_launcher_that_is_killed(prepare: str) -> None:
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, ENGINE.format(prepare=prepare)],
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[1],
-    )
-    assert launcher.stdout is not None
-    engine = os.pidfd_open(int(launcher.stdout.readline()))
-    ended = select.poll()
-    ended.register(engine, select.POLLIN)
-    assert ended.poll(0) == []
-    launcher.kill()
-    launcher.wait()
-    assert ended.poll(20_000) != []
-    os.close(engine)
-
-
-def test_without_a_launcher_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENVIRONMENT, raising=False)
-    assert end_with_launcher() is None
-    monkeypatch.setenv(ENVIRONMENT, "/proc/nobody/fd/3")
-    assert end_with_launcher() is None
-
-
-def test_the_launcher_itself_watches_nothing(note: LaunchNote) -> None:
-    assert end_with_launcher() is None
-
-
-def test_a_number_that_is_no_launchers_any_more_is_not_watched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(ENVIRONMENT, f"/proc/{os.getppid()}/fd/99999")
-    assert end_with_launcher() is None

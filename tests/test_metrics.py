@@ -52,6 +52,7 @@ def test_the_table_reads_the_status_of_a_replica() -> None:
     assert found["xavier_leased_bytes", ("device",)] == 1 * 100 * 2
     # Reasons of refusals name addresses, which would never stop to be new.
     assert found["xavier_transport_refusals_total", ("nixl",)] == 3
+    assert found["xavier_save_failures_total", ("CudaError",)] == 3
     assert found["xavier_errors_total", ("get_finished",)] == 1
 
 

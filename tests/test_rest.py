@@ -16,6 +16,8 @@ from tests.stub_api import TOKEN, StubApi, a_link, a_model, a_replica
 from xinference_xavier import cli
 from xinference_xavier.rest import Api, ApiError
 from xinference_xavier.schemas import (
+    AuditedModel,
+    AuditedReplica,
     BudgetsRequest,
     BudgetsResult,
     ClearedModel,
@@ -46,12 +48,16 @@ def test_what_is_sent_leaves_out_what_is_not_given(stub: StubApi) -> None:
     stub.answers["POST", "models/a%2Fb/budgets"] = result
     cleared = ClearedModel(model_uid="a/b", complete=True, replicas=[])
     stub.answers["POST", "models/a%2Fb/clear"] = cleared
+    audited = AuditedModel(model_uid="a/b", consistent=True, replicas=[])
+    stub.answers["POST", "models/a%2Fb/audit"] = audited
     api = Api(stub.url)
+    assert api.audit("a/b") == audited
     assert api.set_budgets("a/b", BudgetsRequest(gpu="64MiB")) == result
     assert api.clear("a/b") == cleared
     with pytest.raises(ApiError):
         api.plan(PlanRequest(layers=3, replica=2))
     assert [body for _, _, body in stub.asked] == [
+        None,
         {"gpu": "64MiB"},
         None,
         {"layers": 3, "replica": 2},
@@ -169,7 +175,7 @@ def test_one_model_is_shown_with_what_its_replicas_read(stub: StubApi) -> None:
 
 def test_one_replica_is_counted_as_one(stub: StubApi) -> None:
     stub.has(a_model(a_replica("m-rep0")))
-    assert status(stub).output.startswith("m (tiny): READY, 1 replica ")
+    assert status(stub).output.splitlines()[0].rstrip() == "m (tiny): READY, 1 replica"
 
 
 def test_json_is_what_the_server_says(stub: StubApi, tmp_path: Any) -> None:
@@ -202,7 +208,11 @@ def test_replicas_that_are_not_ready_give_an_exit_code(
 
 @pytest.mark.parametrize(
     ("args", "code", "said"),
-    [(["gone"], 1, "XINFERENCE_EXTENSIONS="), (["--wrong"], 2, "No such option")],
+    [
+        (["gone"], 1, "XINFERENCE_EXTENSIONS="),
+        (["--wrong"], 2, "No such option"),
+        (["--audit"], 2, "--audit needs a MODEL_UID"),
+    ],
 )
 def test_what_cannot_be_shown_gives_an_exit_code(
     stub: StubApi, args: list[str], code: int, said: str
@@ -210,3 +220,29 @@ def test_what_cannot_be_shown_gives_an_exit_code(
     result = status(stub, *args)
     assert result.exit_code == code
     assert said in result.output
+
+
+def test_an_audit_shows_what_is_in_use_and_names_what_is_wrong(
+    stub: StubApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    busy = AuditedReplica(
+        replica="m-rep0", address="h:1", contradiction=None, in_use={"leases": 2}, error=None
+    )
+    lost = AuditedReplica(
+        replica="m-rep1", address="h:2", contradiction="slot 3 is lost", in_use={}, error=None
+    )
+    good = AuditedModel(model_uid="m", consistent=True, replicas=[busy])
+    stub.answers["POST", "models/m/audit"] = good
+    result = status(stub, "m", "--audit")
+    assert result.exit_code == 0
+    assert "2 leases" in result.output
+    bad = AuditedModel(model_uid="m", consistent=False, replicas=[busy, lost])
+    stub.answers["POST", "models/m/audit"] = bad
+    result = status(stub, "m", "--audit")
+    assert result.exit_code == 1
+    assert "slot 3 is lost" in result.output
+    assert "not consistent, or not checked: m-rep1" in result.output
+    assert json.loads(status(stub, "m", "--audit", "--json").stdout.split("\nError")[0]) == (
+        bad.model_dump()
+    )

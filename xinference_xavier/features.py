@@ -77,6 +77,7 @@ class EngineFacts:
     encoder_decoder: bool = False
     pooling: bool = False
     sleep_mode: bool = False
+    weight_transfer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +249,13 @@ FEATURES: Final[tuple[Feature, ...]] = (
         _S,
         "clears this replica's tiers too; vLLM refuses it while a block is in use, which a save "
         "in flight counts as: ask again, saves end in milliseconds",
+    ),
+    Feature(
+        "pausing an engine",
+        _S,
+        "a pause that clears the cache clears this replica's tiers too; in the modes wait and keep "
+        "it completes only when no request waits with loaded blocks: vLLM could not clear its "
+        "cache and would end the engine",
     ),
     Feature("one replica", _S, "its evicted prefixes are restored from its own tiers"),
     Feature("replicas on different hosts", _S, "over NIXL or xoscar"),
@@ -436,6 +444,14 @@ FEATURES: Final[tuple[Feature, ...]] = (
         in_launch=_given("enable_sleep_mode"),
     ),
     Feature(
+        "weight transfer from a trainer",
+        _R,
+        "each replica changes its weights at a time of its own, under blocks that are shared",
+        "leave weight_transfer_config out, or launch without xavier_gpu_first",
+        in_engine=_switched_on("weight_transfer", "a weight_transfer_config"),
+        in_launch=_given("weight_transfer_config"),
+    ),
+    Feature(
         "Xinference's weight cache",
         _R,
         "it changes weights in a running engine, under blocks that are shared",
@@ -470,8 +486,10 @@ FEATURES: Final[tuple[Feature, ...]] = (
     Feature(
         "weights changed in a running engine behind Xinference's back",
         _U,
-        "nothing tells the connector; blocks of the old weights would be shared",
-        "relaunch the model, or reset the prefix cache of every replica together with it",
+        "nothing tells the connector of vLLM's reload_weights, or of whatever else changes them; "
+        "blocks of the old weights would be shared",
+        "relaunch the model; or pause all replicas (mode abort, which clears their caches and "
+        "tiers), change the weights of all, and only then resume them",
     ),
 )
 """Every model, engine, launch or request feature that makes a difference."""
@@ -503,17 +521,21 @@ def bypass_reason(facts: RequestFacts) -> str | None:
 
 
 def check_version(distribution: str, found: str) -> str | None:
-    """Return why version ``found`` of a key of :data:`VERSIONS` does not do, or None (R1)."""
+    """Return why version ``found`` of a key of :data:`VERSIONS` does not do, or None (R1).
+
+    Builds of a release, such as ``+cpu``, are that release. What comes before a release, a
+    development build above all, is nobody's known code.
+    """
     oldest, untried = VERSIONS[distribution]
     try:
-        version = Version(Version(found).base_version)
+        version = Version(found)
     except InvalidVersion:
         version = Version("0")
-    if Version(oldest) <= version < Version(untried):
+    if not version.is_prerelease and Version(oldest) <= version < Version(untried):
         return None
     return (
-        f"{distribution} {found} is not supported: GPU-first Xavier needs {distribution} "
-        f">= {oldest}, < {untried}"
+        f"{distribution} {found} is not supported: GPU-first Xavier needs a release of "
+        f"{distribution} >= {oldest}, < {untried}"
     )
 
 

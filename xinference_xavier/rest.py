@@ -13,6 +13,7 @@ from urllib.parse import quote, urlsplit
 from pydantic import BaseModel, ValidationError
 
 from xinference_xavier.schemas import (
+    AuditedModel,
     BudgetsRequest,
     BudgetsResult,
     ClearedModel,
@@ -37,9 +38,9 @@ class ApiError(Exception):
 class Api:
     """The routes under ``/v1/xavier`` of the Xinference server at ``endpoint``.
 
-    ``token`` is an API key, or the token of somebody who has logged in; clearing and limiting need
-    the latter. Every method raises :class:`ApiError` and waits for ``timeout_s`` seconds at most.
-    From any thread.
+    ``token`` is an API key, or the token of somebody who has logged in; clearing, limiting and
+    checking need the latter. Every method raises :class:`ApiError` and waits for ``timeout_s``
+    seconds at most. From any thread.
     """
 
     def __init__(self, endpoint: str, token: str | None = None, timeout_s: float = 30.0) -> None:
@@ -68,6 +69,10 @@ class Api:
     def clear(self, model_uid: str) -> ClearedModel:
         """Clear the stores of a model's replicas."""
         return self._ask(ClearedModel, "POST", f"models/{quote(model_uid, safe='')}/clear")
+
+    def audit(self, model_uid: str) -> AuditedModel:
+        """Check the bookkeeping of a model's replicas."""
+        return self._ask(AuditedModel, "POST", f"models/{quote(model_uid, safe='')}/audit")
 
     def set_budgets(self, model_uid: str, budgets: BudgetsRequest) -> BudgetsResult:
         """Limit how much of their tiers a model's replicas use."""

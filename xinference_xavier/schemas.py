@@ -153,6 +153,26 @@ class ClearedModel(BaseModel):
     replicas: list[ClearedReplica] = Field(description="By name")
 
 
+class AuditedReplica(BaseModel):
+    """What the check of one replica's bookkeeping found."""
+
+    replica: str
+    address: str | None = Field(description="Of its peer; null if it is not in the directory")
+    contradiction: str | None = Field(description="The first thing found wrong")
+    in_use: dict[str, int] = Field(
+        description="Requests, loads, jobs, leases and pins by name, without those that are zero"
+    )
+    error: str | None = Field(description="Why it was not checked")
+
+
+class AuditedModel(BaseModel):
+    """What the check of a model's replicas found."""
+
+    model_uid: str
+    consistent: bool = Field(description="Whether every replica was checked and nothing is wrong")
+    replicas: list[AuditedReplica] = Field(description="By name")
+
+
 class BudgetsRequest(BaseModel):
     """New logical limits of all replicas; null leaves a tier as it is.
 

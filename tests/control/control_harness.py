@@ -16,10 +16,12 @@ from typing import Any
 from xinference_xavier.control.messages import MemberInfo
 from xinference_xavier.control.mirror import Mirror
 from xinference_xavier.control.runtime import ControlRuntime, Timing, run_directory
+from xinference_xavier.control.trust import GroupKey
 from xinference_xavier.store.index import SnapshotIndex
 
 FINGERPRINT = b"p" * 32
 NAMESPACE = "test-model"
+SECRET = "the secret of the tests"
 
 QUICK = Timing(
     heartbeat_s=1.0,
@@ -43,6 +45,10 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     ["torch", "xinference_xavier.control.runtime", "xinference_xavier.store.index"]
 )
+
+
+def key_of(secret: str | None) -> GroupKey:
+    return GroupKey(NAMESPACE, secret)
 
 
 def key(number: int) -> bytes:
@@ -72,7 +78,13 @@ def fill(index: SnapshotIndex, blocks: list[bytes]) -> list[bytes]:
 class Replica:
     """An index and a control runtime without an engine: nothing here ever makes a step."""
 
-    def __init__(self, name: str, directory: str | None, timing: Timing = QUICK) -> None:
+    def __init__(
+        self,
+        name: str,
+        directory: str | None,
+        timing: Timing = QUICK,
+        secret: str | None = SECRET,
+    ) -> None:
         self.index = SnapshotIndex(device_slots=256, host_slots=8, spare_slots=4)
         self.mirror = Mirror()
         self.closes = 0
@@ -82,9 +94,10 @@ class Replica:
             name=name,
             host="127.0.0.1",
             directory=directory,
-            namespace=NAMESPACE,
+            key=key_of(secret),
             fingerprint=FINGERPRINT,
             workers=(),
+            audit_hook=dict,
             status_hook=lambda: {"thread": threading.current_thread().name},
             clear_hook=self.clear,
             close_hook=self.close,
@@ -176,8 +189,14 @@ class Cluster:
     def remote(self, name: str, directory: str, timing: Timing = QUICK) -> RemoteProcess:
         return self._keep(RemoteProcess(_serve_replica, name, directory, timing))
 
-    def local(self, name: str, directory: str | None, timing: Timing = QUICK) -> Replica:
-        replica = Replica(name, directory, timing)
+    def local(
+        self,
+        name: str,
+        directory: str | None,
+        timing: Timing = QUICK,
+        secret: str | None = SECRET,
+    ) -> Replica:
+        replica = Replica(name, directory, timing, secret)
         replica.runtime.start()
         self._stack.callback(replica.runtime.close)
         return replica
@@ -193,4 +212,4 @@ def cluster() -> Iterator[Cluster]:
         yield Cluster(stack)
 
 
-__all__ = ["PATIENT", "QUICK", "Cluster", "Replica", "cluster", "eventually", "signal"]
+__all__ = ["PATIENT", "QUICK", "Cluster", "Replica", "cluster", "eventually", "key_of", "signal"]

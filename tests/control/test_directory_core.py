@@ -245,6 +245,11 @@ TestDirectoryMachine = DirectoryMachine.TestCase
 TestDirectoryMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
+@pytest.mark.slow
+class TestDirectoryMachineForLong(DirectoryMachine.TestCase):  # type: ignore[misc]
+    settings = settings(max_examples=1000, stateful_step_count=100, deadline=None)
+
+
 def test_a_silent_member_goes_within_the_heartbeat_limit_and_a_heard_one_stays() -> None:
     core = make_core()
     core.join(GROUP, info("silent"), 0.0)

@@ -14,6 +14,7 @@ import pytest
 from xinference_xavier.control.breaker import FAILURES_TO_OPEN, Breaker, BreakerState, Plane
 from xinference_xavier.control.leases import LeaseKeeper, Peer, Reservation, ReservationState
 from xinference_xavier.control.messages import (
+    Credential,
     LeaseGrant,
     MemberInfo,
     Refused,
@@ -24,7 +25,10 @@ from xinference_xavier.control.messages import (
 
 TIMING = Timing(renew_s=0.001, reserve_timeout_s=30.0, call_timeout_s=30.0)
 KEYS = [bytes([number]) * 32 for number in range(4)]
+SHOWN = Credential(b"f" * 32, 11, b"p" * 32)
 ROWS = [(0, 5, 9), (1, 6, 10)]
+CUT = "iterative unpacking requires a buffer of a multiple of 24 bytes"
+ODD_TIER = "rows of unknown tiers [2]"
 
 
 @dataclass
@@ -36,6 +40,7 @@ class FakePeer:
     alive: bool = True
     ended: set[int] = field(default_factory=set)
     broken: bool = False
+    curt: bool = False
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     renewed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -51,7 +56,8 @@ class FakePeer:
         self.renewed.set()
         if self.broken:
             raise ConnectionError("gone")
-        return [self.alive and lease not in self.ended for lease in args[1]]
+        answer = [self.alive and lease not in self.ended for lease in args[1]]
+        return answer[1:] if self.curt else answer
 
     async def release(self, *args: Any) -> int:
         self.calls.append(("release", *args))
@@ -95,14 +101,13 @@ class Scene:
         self.breaker = RecordingBreaker()
         self.fake = FakePeer()
         self.keeper = LeaseKeeper(
-            fingerprint=b"f" * 32,
             reader=lambda: "b:2",
             timing=TIMING,
             judged=lambda peer: self.usable.append(peer.usable),
             missed=lambda peer, key: self.missed.append(key),
         )
         info = MemberInfo("a", 11, "a:1", "host", 0.0)
-        self.peer = Peer(3, info, self.breaker, ref=self.fake)
+        self.peer = Peer(3, info, SHOWN, self.breaker, ref=self.fake)
 
     async def ask(self) -> Reservation:
         reservation = Reservation(3, "request")
@@ -148,8 +153,8 @@ async def test_a_grant_brings_rows_and_counts_its_life_from_before_it_was_asked(
     assert reservation.state is ReservationState.GRANTED
     assert reservation.rows == ROWS
     assert before <= reservation.expires - TIMING.promise_s <= sent_by
-    ((_, fingerprint, epoch, reader, request, keys, duration),) = s.fake.named("reserve")
-    assert (fingerprint, epoch, reader, request) == (b"f" * 32, 11, "b:2", "request")
+    ((_, shown, reader, request, keys, duration),) = s.fake.named("reserve")
+    assert (shown, reader, request) == (SHOWN, "b:2", "request")
     assert (unpack_keys(keys), duration) == (KEYS, TIMING.promise_s)
     assert s.breaker.verdicts == [None]
 
@@ -172,7 +177,7 @@ async def test_released_while_pending_the_grant_goes_back_on_arrival(s: Scene) -
     s.fake.gate.set()
     await s.quiet()
     await s.turn()
-    assert s.fake.named("release") == [("release", 11, [7])]
+    assert s.fake.named("release") == [("release", SHOWN, [7])]
     assert reservation.state is ReservationState.RELEASED
     assert s.keeper.held() == 0
 
@@ -197,7 +202,7 @@ async def test_what_one_turn_gives_back_travels_together(s: Scene) -> None:
     for reservation in reservations:
         s.keeper.release(reservation)
     await s.turn()
-    assert s.fake.named("release") == [("release", 11, [1, 2, 3])]
+    assert s.fake.named("release") == [("release", SHOWN, [1, 2, 3])]
 
 
 @scene
@@ -206,7 +211,7 @@ async def test_a_held_grant_is_renewed_at_once_and_again_until_released(s: Scene
     promised = reservation.expires
     s.keeper.hold(reservation)
     await s.turn()
-    assert s.fake.named("renew") == [("renew", 11, [7], TIMING.lease_s)]
+    assert s.fake.named("renew") == [("renew", SHOWN, [7], TIMING.lease_s)]
     assert reservation.expires > promised
     renewing = asyncio.create_task(s.keeper.renew_for_ever())
     s.fake.renewed.clear()
@@ -256,6 +261,18 @@ async def test_a_failed_renewal_blames_the_peer_and_leaves_the_expiry(s: Scene) 
     assert s.keeper.counters["releases failed"] == 1
 
 
+@scene
+async def test_a_renewal_that_lacks_an_answer_is_a_failed_one(s: Scene) -> None:
+    reservation = await s.granted()
+    s.fake.curt = True
+    s.keeper.hold(reservation)
+    await s.quiet()
+    await s.turn()
+    assert reservation.state is ReservationState.GRANTED
+    assert s.breaker.verdicts == [None, "0 answers for 1 leases"]
+    assert s.keeper.counters["renewals failed"] == 1
+
+
 @pytest.mark.parametrize(
     ("answer", "reason", "verdicts", "refusals"),
     [
@@ -264,6 +281,9 @@ async def test_a_failed_renewal_blames_the_peer_and_leaves_the_expiry(s: Scene) 
         (Refused.CLOSED, "closed", [], ["closed"]),
         (Refused.EPOCH, "stale epoch", [], []),
         (ConnectionError("reset\nby peer"), "reset", ["reset"], []),
+        (LeaseGrant(7, pack_rows(ROWS)[:-8]), CUT, [CUT], []),
+        (LeaseGrant(7, pack_rows(3 * ROWS)), "6 rows for 4 blocks", ["6 rows for 4 blocks"], []),
+        (LeaseGrant(7, pack_rows([(2, 5, 9)])), ODD_TIER, [ODD_TIER], []),
     ],
 )
 def test_failures_are_told_apart(
@@ -288,7 +308,7 @@ async def test_drain_gives_everything_back_and_waits_for_it(s: Scene) -> None:
     s.fake.answer = LeaseGrant(8, pack_rows(ROWS))
     await s.granted()
     await s.keeper.drain()
-    assert s.fake.named("release") == [("release", 11, [7, 8])]
+    assert s.fake.named("release") == [("release", SHOWN, [7, 8])]
     assert (s.keeper.held(), s.keeper.in_flight()) == (0, 0)
 
 
@@ -300,8 +320,8 @@ async def test_a_grant_of_several_leases_is_kept_and_given_back_as_one(s: Scene)
     await s.turn()
     s.keeper.release(reservation)
     await s.turn()
-    assert s.fake.named("renew") == [("renew", 11, [7, 8, 9], TIMING.lease_s)]
-    assert s.fake.named("release") == [("release", 11, [7, 8, 9])]
+    assert s.fake.named("renew") == [("renew", SHOWN, [7, 8, 9], TIMING.lease_s)]
+    assert s.fake.named("release") == [("release", SHOWN, [7, 8, 9])]
 
 
 @scene
@@ -313,7 +333,7 @@ async def test_of_a_grant_that_lost_one_lease_the_others_go_back(s: Scene) -> No
     await s.turn()
     await s.quiet()
     assert (reservation.state, reservation.reason) == (ReservationState.FAILED, "lease lost")
-    assert s.fake.named("release") == [("release", 11, [7, 9])]
+    assert s.fake.named("release") == [("release", SHOWN, [7, 9])]
     assert s.keeper.held() == 0
 
 

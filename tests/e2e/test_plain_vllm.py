@@ -9,30 +9,34 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.models import make_tiny_llama
+from tests.answers import assert_same_answer, known
+from tests.arenas import own_arenas
+from tests.models import TOKEN_BYTES, make_tiny_llama
 from xinference_xavier.bench.engines import (
-    BLOCK_TOKENS,
     SERVED_NAME,
-    Completion,
     Engine,
     describe,
     running_directory,
     wait_ended,
     wait_until,
 )
+from xinference_xavier.demo.leftovers import holders
 from xinference_xavier.metrics.table import SOURCES
 
 pytestmark = pytest.mark.e2e
 
-BLOCK_BYTES = 2 * 2 * 2 * 32 * 4 * BLOCK_TOKENS
-DEVICE_BLOCKS = 256
-KV_BLOCKS = 200
+BLOCK_TOKENS = 32
+"""The smallest that vLLM takes on a CPU in every version that is let in."""
+BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
+DEVICE_BLOCKS = 128
+KV_BLOCKS = 100
 OPTIONS = {
     "xavier_gpu_first": True,
     "xavier_gpu_cache_bytes": DEVICE_BLOCKS * BLOCK_BYTES,
@@ -50,11 +54,6 @@ def text(subject: str, characters: int) -> str:
     """Return ``characters`` characters (= tokens) that only ``subject`` has."""
     line = f"{subject} is what this line is about, and the next one too. "
     return (line * (characters // len(line) + 1))[:characters]
-
-
-def assert_same_answer(one: Completion, other: Completion) -> None:
-    assert one.token_ids == other.token_ids
-    assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +74,8 @@ def engines(directory: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             folder / f"{name}.log",
             core=number % 2,
             kv_blocks=KV_BLOCKS,
+            block_tokens=BLOCK_TOKENS,
+            environment={"VLLM_SERVER_DEV_MODE": "1"},  # for the route that resets
             extra=transport
             and {
                 **OPTIONS,
@@ -102,10 +103,6 @@ def stored(directory: str, member: str) -> int:
     return int(describe(directory)[member]["traffic"]["saved_blocks"])
 
 
-def known(directory: str, reader: str) -> int:
-    return int(describe(directory)[reader]["control"]["mirror_blocks"])
-
-
 def fill(engine: Engine, directory: str, reader: str, document: str) -> None:
     """Let ``engine`` compute a document and ``reader`` hear of its blocks."""
     before = known(directory, reader)
@@ -126,7 +123,7 @@ def own_share(directory: str, member: str) -> dict[str, Any]:
 def test_a_prefix_of_another_replica_is_loaded_and_the_answer_is_the_control_s(
     engines: Engines, directory: str, reader: str, transport: str
 ) -> None:
-    document = text(f"A bridge for {reader}", 50 * BLOCK_TOKENS)
+    document = text(f"A bridge for {reader}", 25 * BLOCK_TOKENS)
     question = document + "How long is it?"
     fill(engines["source"], directory, reader, document)
     remote = engines[reader].complete(question)
@@ -136,7 +133,7 @@ def test_a_prefix_of_another_replica_is_loaded_and_the_answer_is_the_control_s(
     assert_same_answer(remote, control)
     status = describe(directory)[reader]
     assert status["sources"]["source"]["transport"] == transport
-    assert status["traffic"]["verified_blocks"] >= 50
+    assert status["traffic"]["verified_blocks"] >= 25
     assert status["traffic"]["loads_failed"] == {}
 
 
@@ -149,7 +146,7 @@ def test_another_document_gives_another_answer(engines: Engines) -> None:
 
 
 def test_a_salt_is_never_crossed(engines: Engines, directory: str) -> None:
-    document = text("A secret", 30 * BLOCK_TOKENS)
+    document = text("A secret", 15 * BLOCK_TOKENS)
     fill(engines["source"], directory, "reader", document)
     answer = engines["reader"].complete(document + "?", cache_salt="another tenant")
     assert answer.cached_tokens == 0
@@ -159,11 +156,11 @@ def test_an_evicted_prefix_is_restored_from_the_replica_s_own_tiers(
     engines: Engines, directory: str
 ) -> None:
     reader = engines["reader"]
-    document = text("A lighthouse", 40 * BLOCK_TOKENS)
+    document = text("A lighthouse", 20 * BLOCK_TOKENS)
     first = reader.complete(document + "Who built it?")
-    for number in range(KV_BLOCKS // 60 + 2):
+    for number in range(KV_BLOCKS // 30 + 2):
         # Together these are larger than vLLM's own cache, and than the device tier.
-        reader.complete(text(f"Filler {number}", 90 * BLOCK_TOKENS), max_tokens=1)
+        reader.complete(text(f"Filler {number}", 45 * BLOCK_TOKENS), max_tokens=1)
     before = own_share(directory, "reader")
     again = reader.complete(document + "Who built it?")
     loaded = own_share(directory, "reader")
@@ -177,10 +174,10 @@ def test_overflow_moves_blocks_to_the_host_tier_and_they_are_served_from_it(
     engines: Engines, directory: str
 ) -> None:
     source, reader = engines["source"], engines["reader"]
-    document = text("An old castle", 50 * BLOCK_TOKENS)
+    document = text("An old castle", 25 * BLOCK_TOKENS)
     fill(source, directory, "reader", document)
-    for number in range(DEVICE_BLOCKS // 60 + 2):
-        source.complete(text(f"Overflow {number}", 90 * BLOCK_TOKENS), max_tokens=1)
+    for number in range(DEVICE_BLOCKS // 30 + 2):
+        source.complete(text(f"Overflow {number}", 45 * BLOCK_TOKENS), max_tokens=1)
     assert describe(directory)["source"]["store"]["totals"]["demotions"] > 0
     before = own_share(directory, "reader").get("peer_host", 0)
     remote = reader.complete(document + "Who lives there?")
@@ -191,7 +188,7 @@ def test_overflow_moves_blocks_to_the_host_tier_and_they_are_served_from_it(
 
 
 def test_prompt_logprobs_bypass_the_store(engines: Engines, directory: str) -> None:
-    document = text("A quiet lake", 20 * BLOCK_TOKENS)
+    document = text("A quiet lake", 10 * BLOCK_TOKENS)
     fill(engines["source"], directory, "reader", document)
     answer = engines["reader"].complete(document + "?", prompt_logprobs=1)
     assert answer.cached_tokens == 0
@@ -202,7 +199,7 @@ def test_prompt_logprobs_bypass_the_store(engines: Engines, directory: str) -> N
 def test_an_answer_and_the_metrics_tell_where_its_prompt_came_from(
     engines: Engines, directory: str
 ) -> None:
-    document = text("A garden", 30 * BLOCK_TOKENS)
+    document = text("A garden", 15 * BLOCK_TOKENS)
     fill(engines["source"], directory, "reader", document)
     before = shown(engines["reader"])
     body = {"model": SERVED_NAME, "prompt": document + "?", "max_tokens": 2, "ignore_eos": True}
@@ -219,7 +216,7 @@ def test_an_answer_and_the_metrics_tell_where_its_prompt_came_from(
     assert grown(before, engines["reader"], "xavier_prompt_tokens_total") == len(document) + 1
     assert grown(before, engines["reader"], "xavier_loads_total") == 1
     shm = frozenset({("transport", "shm")})
-    assert grown(before, engines["reader"], "xavier_load_bytes_total", shm) == 30 * BLOCK_BYTES
+    assert grown(before, engines["reader"], "xavier_load_bytes_total", shm) == 15 * BLOCK_BYTES
     assert grown(before, engines["reader"], "xavier_load_seconds_count", shm) == 1
     store = describe(directory)["reader"]["store"]
     device = frozenset({("tier", "device")})
@@ -254,6 +251,19 @@ def grown(
     return shown(engine).get((name, labels), 0) - before.get((name, labels), 0)
 
 
+def test_nobody_hits_what_a_reset_cleared(engines: Engines, directory: str) -> None:
+    source, reader = engines["source"], engines["reader"]
+    document = text("A ferry", 15 * BLOCK_TOKENS)
+    fill(source, directory, "reader", document)
+    # A save in flight has blocks of vLLM in use for some milliseconds.
+    reset = "/reset_prefix_cache?reset_external=true"
+    wait_until(lambda: bool(source.post(reset, {})["success"]), "the source is reset")
+    before = own_share(directory, "reader")
+    answer = reader.complete(document + "Where to?")
+    assert (answer.cached_tokens, own_share(directory, "reader")) == (0, before)
+    assert_same_answer(answer, engines["control"].complete(document + "Where to?"))
+
+
 def test_leases_pins_and_jobs_are_zero_when_nothing_runs(engines: Engines, directory: str) -> None:
     for name, status in describe(directory).items():
         assert status["store"]["leases"] == 0, name
@@ -263,6 +273,32 @@ def test_leases_pins_and_jobs_are_zero_when_nothing_runs(engines: Engines, direc
         assert status["quarantined"] == 0, name
         assert status["hook_failures"] == {}, name
         assert status["traffic"]["errors"] == {}, name
+
+
+def test_the_others_go_on_without_a_replica_that_is_killed(
+    engines: Engines, directory: str
+) -> None:
+    """The last that uses ``source``."""
+    source, reader = engines["source"], engines["reader"]
+    document = text("A volcano", 15 * BLOCK_TOKENS)
+    fill(source, directory, "reader", document)
+    everything = source.processes()
+    [worker] = [process for process in everything if "memfd:xavier-" in maps(process.pid)]
+    arenas = own_arenas(worker.pid)
+    assert len(holders(arenas)) > 1
+    worker.kill()
+
+    def out_of_the_directory() -> bool:
+        with suppress(Exception):  # as long as it is in there, it is asked too
+            return set(describe(directory)) == {"reader", "remote"}
+        return False
+
+    wait_until(out_of_the_directory, "the dead replica is out of the directory", 60)
+    wait_until(lambda: not holders(arenas), "nobody maps its memory", 60)
+    assert wait_ended(everything, 60) == []
+    answer = reader.complete(document + "How high is it?")
+    assert answer.cached_tokens == 0
+    assert_same_answer(answer, engines["control"].complete(document + "How high is it?"))
 
 
 def test_nothing_is_left_after_the_end(engines: Engines, directory: str) -> None:
@@ -291,6 +327,7 @@ def test_a_budget_below_one_block_fails_the_launch_with_the_reason(
         make_tiny_llama(tmp_path / "model"),
         tmp_path / "log",
         core=0,
+        block_tokens=BLOCK_TOKENS,
         extra={**OPTIONS, "xavier_gpu_cache_bytes": BLOCK_BYTES - 1},
     )
     engine.start()

@@ -12,7 +12,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 
+from xinference_xavier.control.client import Member, contact_of
 from xinference_xavier.control.messages import MemberInfo
+from xinference_xavier.control.trust import GroupKey
+from xinference_xavier.extension.names import FINAL_REPORTS, GROUP_SECRET, NAME
 from xinference_xavier.extension.routes import access, add_routes
 from xinference_xavier.store.index import SnapshotIndex
 from xinference_xavier.vllm.counters import Counters
@@ -83,7 +86,10 @@ class Stock:
         ]
 
     async def call_extension(self, name: str, operation: str, payload: dict[str, Any]) -> Any:
-        assert (name, operation) == ("xinference-xavier", "final_reports")
+        assert name == NAME
+        if operation == GROUP_SECRET:
+            return "the secret of m" if payload == {"model_uid": "m"} else None
+        assert operation == FINAL_REPORTS
         return [report for report in self.closed if report["model_uid"] == payload["model_uid"]]
 
 
@@ -107,15 +113,16 @@ def client_of(stock: Stock, auth: Any = None) -> TestClient:
 def directory_of(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Let the directory of the model "m" have these replicas, and no other one exist."""
 
-    async def members(address: str, namespace: str) -> list[Any]:
+    async def members(address: str, key: GroupKey) -> list[Member]:
         assert address == "127.0.0.1:1"
-        return [member(name) for name in names] if namespace == "m" else []
+        return [member(name, key) for name in names] if key.namespace == "m" else []
 
     monkeypatch.setattr(access, "directory_members", members)
 
 
-def member(name: str) -> tuple[bytes, int, MemberInfo]:
-    return (b"f", 1, MemberInfo(name, 7, f"{name}:1", "host", 0.0))
+def member(name: str, key: GroupKey) -> Member:
+    info = MemberInfo(name, 7, f"{name}:1", "host", 0.0)
+    return Member(1, info, contact_of(info, b"f" * 32, key))
 
 
 def status_of(index: SnapshotIndex, **traffic: Any) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.extension.stock_api import Stock, client_of, directory_of, small_index, status_of
+from xinference_xavier.control.client import Contact
+from xinference_xavier.control.trust import GroupKey
 from xinference_xavier.extension.routes import access, models
 from xinference_xavier.schemas import NO_MEMORY_RETURNED
 from xinference_xavier.store.index import SnapshotIndex
@@ -32,11 +34,12 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the peer at each address answers to ``describe``: a status or an exception."""
     answers: dict[str, Any] = {}
 
-    async def call(address: str, method: str, *, timeout_s: float) -> dict[str, Any]:
+    async def call(contact: Contact, method: str, *, timeout_s: float) -> dict[str, Any]:
         assert method == "describe"
-        if isinstance(answers[address], Exception):
-            raise answers[address]
-        return dict(answers[address])
+        answer = answers[contact.address]
+        if isinstance(answer, Exception):
+            raise answer
+        return dict(answer)
 
     monkeypatch.setattr(models, "peer_call", call)
     return answers
@@ -186,6 +189,7 @@ ROUTES = [
     ("GET", "/v1/xavier/models"),
     ("GET", "/v1/xavier/models/m"),
     ("POST", "/v1/xavier/models/m/clear"),
+    ("POST", "/v1/xavier/models/m/audit"),
     ("POST", "/v1/xavier/models/m/budgets"),
 ]
 
@@ -194,7 +198,7 @@ ROUTES = [
 def test_a_directory_that_does_not_answer_is_named(
     client: TestClient, stock: Stock, monkeypatch: pytest.MonkeyPatch, method: str, path: str
 ) -> None:
-    async def silence(address: str, namespace: str) -> list[Any]:
+    async def silence(address: str, key: GroupKey) -> list[Any]:
         raise TimeoutError("no answer within 2 s")
 
     stock.ready = ["m-rep0"]
@@ -214,16 +218,16 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     meeting: list[asyncio.Event] = []
     waiting: list[str] = []
 
-    async def call(address: str, method: str, *, timeout_s: float) -> dict[str, Any]:
-        assert method == "clear"
+    async def call(contact: Contact, method: str, *, timeout_s: float) -> dict[str, Any]:
+        assert method in ("clear", "audit")
         assert timeout_s > 0
         if not waiting:
             meeting.append(asyncio.Event())
-        waiting.append(address)
+        waiting.append(contact.address)
         if len(waiting) == len(answers):
             meeting[0].set()
         await asyncio.wait_for(meeting[0].wait(), 10)
-        answer = answers[address]
+        answer = answers[contact.address]
         if isinstance(answer, Exception):
             raise answer
         return dict(answer)
@@ -291,6 +295,56 @@ def test_a_serving_replica_that_the_directory_lost_is_named(
     assert body["replicas"][0]["address"] is None
 
 
+IDLE = {"contradiction": None, "in_use": {"leases": 0, "requests": 0}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (IDLE, {"contradiction": None, "in_use": {}, "error": None}),
+        (
+            {"contradiction": None, "in_use": {"leases": 2, "requests": 0}},
+            {"contradiction": None, "in_use": {"leases": 2}, "error": None},
+        ),
+        (
+            {"contradiction": "slot 3 is lost", "in_use": {}},
+            {"contradiction": "slot 3 is lost", "in_use": {}, "error": None},
+        ),
+        (
+            TimeoutError("no answer within 10 s"),
+            {"contradiction": None, "in_use": {}, "error": "no answer within 10 s"},
+        ),
+    ],
+)
+def test_an_audit_says_what_is_wrong_and_what_is_in_use(
+    client: TestClient,
+    stock: Stock,
+    stores: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Any,
+    said: dict[str, Any],
+) -> None:
+    stock.ready = ["m-rep0", "m-rep1"]
+    directory_of(monkeypatch, "m-rep0", "m-rep1")
+    stores.update({"m-rep0:1": answer, "m-rep1:1": IDLE})
+    body = client.post("/v1/xavier/models/m/audit").json()
+    assert body["consistent"] is (said["contradiction"] is None and said["error"] is None)
+    first, second = body["replicas"]
+    assert first == {"replica": "m-rep0", "address": "m-rep0:1"} | said
+    assert (second["replica"], second["in_use"], second["error"]) == ("m-rep1", {}, None)
+
+
+def test_a_serving_replica_that_could_not_be_audited_is_named(
+    client: TestClient, stock: Stock, stores: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock.ready = ["m-rep0", "m-rep1"]
+    directory_of(monkeypatch, "m-rep1")
+    stores.update({"m-rep1:1": IDLE})
+    body = client.post("/v1/xavier/models/m/audit").json()
+    assert body["consistent"] is False
+    assert body["replicas"][0]["error"] == "it is not in the directory"
+
+
 def test_there_is_nothing_to_clear_without_members(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,7 +366,10 @@ class Limits:
         self.closed: set[str] = set()
         self.asked: list[tuple[str, Any, Any]] = []
 
-    async def call(self, address: str, method: str, *args: Any, timeout_s: float) -> dict[str, Any]:
+    async def call(
+        self, contact: Contact, method: str, *args: Any, timeout_s: float
+    ) -> dict[str, Any]:
+        address = contact.address
         index = self.indexes[address]
         if method == "describe":
             return status_of(index)

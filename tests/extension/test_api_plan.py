@@ -19,6 +19,7 @@ from tests.extension.stock_api import (
     small_index,
     status_of,
 )
+from xinference_xavier.control.client import Contact
 from xinference_xavier.extension import model_files
 from xinference_xavier.extension.routes import plan
 from xinference_xavier.extension.vllm import gpu
@@ -248,8 +249,8 @@ def test_a_running_model_is_planned_by_the_blocks_that_it_has(
 ) -> None:
     states = iter(["ready", "starting"])
 
-    async def call(address: str, method: str, *, timeout_s: float) -> dict[str, Any]:
-        assert (address, method) == ("m-rep0:1", "describe")
+    async def call(contact: Contact, method: str, *, timeout_s: float) -> dict[str, Any]:
+        assert (contact.address, method) == ("m-rep0:1", "describe")
         return {**status_of(small_index()), "state": next(states)}
 
     directory_of(monkeypatch, "m-rep0")

@@ -211,7 +211,6 @@ class Loaded:
             made._device_count = 1
             self.config = made._sanitize_model_config(made._model_config)
 
-        monkeypatch.setattr(models, "installed_version", lambda distribution: "0.27.1")
         monkeypatch.setattr(VLLMModel, "load", load)
         monkeypatch.setattr(group, "find_placement", find_placement)
         monkeypatch.setattr(group, "replicas_on_device", replicas_on_device)

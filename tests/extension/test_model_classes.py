@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import pickle
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +17,11 @@ import pytest
 import xoscar as xo
 from xinference.model.llm.vllm.core import VLLMModel
 
-from xinference_xavier.control.client import PEER_UID
+from xinference_xavier import installed, launch_note
+from xinference_xavier.control.client import PEER_UID, Contact
+from xinference_xavier.control.messages import Credential
 from xinference_xavier.extension.launch import CARRIER, write_carrier
-from xinference_xavier.extension.vllm import cpu, group, models
+from xinference_xavier.extension.vllm import cpu, ending, group, models
 from xinference_xavier.extension.vllm.models import MODEL_CLASSES, GpuFirstVLLMChatModel
 from xinference_xavier.hostmemory import Bound, HostMemory
 from xinference_xavier.launch_note import ENVIRONMENT, write_peer, write_reason
@@ -26,6 +29,10 @@ from xinference_xavier.options import OptionError, XavierOptions
 
 GIB = 2**30
 PLACEMENT = group.Placement(supervisor="10.0.0.1:7", worker="10.0.0.2:8", replicas=2)
+
+
+def contact(address: str) -> Contact:
+    return Contact(address, Credential(b"f" * 32, 7, b"p" * 32))
 
 
 def carrier(**values: Any) -> str:
@@ -185,7 +192,7 @@ class Loading:
             made._device_count = 0
             self.config = made._sanitize_model_config(made._model_config)
 
-        async def find_placement(*identity: str) -> group.Placement:
+        async def find_placement(*identity: Any) -> group.Placement:
             self.asked.append(identity)
             return PLACEMENT
 
@@ -204,7 +211,9 @@ def test_loading_places_the_replica_in_its_group(loading: Loading, loop: Any) ->
     made = model({CARRIER: carrier(xavier_transport="shm"), "max_model_len": 9})
     made.set_loop(loop)
     made.load()
-    assert loading.asked == [("127.0.0.1:9", "m", "m-rep1")]
+    [(*identity, offer)] = loading.asked
+    assert identity == ["127.0.0.1:9", "m", "m-rep1"]
+    assert len(offer) == 64
     transfer = loading.config["kv_transfer_config"]
     extra = transfer["kv_connector_extra_config"]
     assert transfer["kv_connector_module_path"] == "xinference_xavier.vllm.connector"
@@ -221,10 +230,36 @@ def test_loading_places_the_replica_in_its_group(loading: Loading, loop: Any) ->
     made.stop()
 
 
+def test_the_secret_reaches_the_engine_and_nothing_that_is_shown(
+    loading: Loading, loop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find_placement(*identity: Any) -> group.Placement:
+        return dataclasses.replace(PLACEMENT, secret="the secret of m")
+
+    monkeypatch.setattr(group, "find_placement", find_placement)
+    made = model()
+    made.set_loop(loop)
+    made.load()
+    # The engine's processes inherit the note's path.
+    monkeypatch.setenv(ENVIRONMENT, loading.environment[ENVIRONMENT])
+    assert launch_note.secret() == "the secret of m"
+    status = asyncio.run(made.xavier_status())
+    for shown in (loading.config, loading.environment, status, made, made._key, made._deployment):
+        assert "the secret" not in repr(shown)
+    made.stop()
+
+
+def test_a_stock_replica_has_no_secret(loading: Loading, loop: Any) -> None:
+    made = model({})
+    made.set_loop(loop)
+    made.load()
+    assert [offer for *_, offer in loading.asked] == [None]
+
+
 def test_a_worker_on_a_wildcard_address_advertises_none(
     loading: Loading, loop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def everywhere(*identity: str) -> group.Placement:
+    async def everywhere(*identity: Any) -> group.Placement:
         return group.Placement("10.0.0.1:7", "0.0.0.0:8", 2)
 
     monkeypatch.setattr(group, "find_placement", everywhere)
@@ -239,7 +274,7 @@ def test_a_worker_on_a_wildcard_address_advertises_none(
 def test_a_supervisor_that_does_not_answer_fails_the_launch_in_time(
     loading: Loading, loop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def silence(*identity: str) -> group.Placement:
+    async def silence(*identity: Any) -> group.Placement:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -289,7 +324,7 @@ def test_a_stock_replica_with_a_gpu_is_loaded_as_stock_xinference_does(
 def test_a_too_old_vllm_fails_the_launch_by_name(
     loading: Loading, loop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "installed_version", lambda distribution: "0.21.0")
+    monkeypatch.setattr(installed, "installed_version", lambda distribution: "0.21.0")
     made = model()
     made.set_loop(loop)
     with pytest.raises(ValueError, match=r"vllm 0\.21\.0 is not supported.*>= 0\.27"):
@@ -302,7 +337,7 @@ def test_the_cpu_build_is_known_by_either_of_its_names(
     loading: Loading, loop: Any, monkeypatch: pytest.MonkeyPatch, distribution: str
 ) -> None:
     found = {distribution: "0.27.1+cpu"}
-    monkeypatch.setattr(models, "installed_version", found.get)
+    monkeypatch.setattr(installed, "installed_version", found.get)
     made = model()
     made.set_loop(loop)
     made.load()
@@ -341,8 +376,8 @@ def test_a_loaded_replica_reports_under_xinferences_labels_until_it_stops(
         finally:
             ended.set()
 
-    async def describe(deployment: Any, timeout_s: float, *, peer: str | None) -> Any:
-        return {"state": "ready", "member": deployment.xavier_member, "peer": peer}
+    async def describe(deployment: Any, key: Any, timeout_s: float, *, peer: Any) -> Any:
+        return {"state": "ready", "member": deployment.xavier_member, "peer": peer.address}
 
     monkeypatch.setattr(models, "report_for_ever", report_for_ever)
     monkeypatch.setattr(group, "describe", describe)
@@ -350,7 +385,7 @@ def test_a_loaded_replica_reports_under_xinferences_labels_until_it_stops(
     made = model()
     made.set_loop(loop)
     made.load()
-    write_peer("10.0.0.2:99")
+    write_peer(contact("10.0.0.2:99").to_text())
     made.wait_for_load()
     made.wait_for_load()
     assert began.wait(10)
@@ -369,7 +404,12 @@ def test_a_stock_replica_reports_nothing(
     made.set_loop(loop)
     made.load()
     made.wait_for_load()
-    assert made._reports is None
+    assert made._reports == []
+
+
+def idle_engine(shutdown: Callable[[], None]) -> Any:
+    requests = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
+    return SimpleNamespace(shutdown=shutdown, errored=False, output_processor=requests)
 
 
 class Group:
@@ -379,7 +419,9 @@ class Group:
         self.events: list[Any] = []
         self.failing = False
 
-        async def leave(deployment: Any, timeout_s: float, *, peer: str | None) -> dict[str, Any]:
+        async def leave(
+            deployment: Any, key: Any, timeout_s: float, *, peer: Any
+        ) -> dict[str, Any]:
             self.events.append(("leave", deployment.xavier_member))
             if self.failing:
                 raise TimeoutError("no answer within 6 s")
@@ -388,14 +430,21 @@ class Group:
         async def report_final(deployment: Any, report: Any) -> None:
             self.events.append(("report", report))
 
+        async def send_no_more(deployment: Any) -> None:
+            self.events.append(("send no more", deployment.xavier_member))
+            if self.failing:
+                raise TimeoutError("no answer within 2 s")
+
         monkeypatch.setattr(group, "leave", leave)
         monkeypatch.setattr(group, "report_final", report_final)
+        monkeypatch.setattr(group, "send_no_more", send_no_more)
+        monkeypatch.setattr(ending, "QUIET_S", 0.01)
 
     def serving(self, loop: Any) -> Any:
         made = model()
         made.set_loop(loop)
         made.load()
-        made._engine = SimpleNamespace(shutdown=lambda: self.events.append("engine stopped"))
+        made._engine = idle_engine(lambda: self.events.append("engine stopped"))
         return made
 
 
@@ -409,7 +458,8 @@ def test_sharing_is_closed_before_the_engine_and_once(peers: Group, loop: Any) -
     made.stop()
     made.stop()
     final = {"model_uid": "m", "replica": "m-rep1", "counters": {"blocks": 0}}
-    assert peers.events == [("leave", "m-rep1"), ("report", final), "engine stopped"]
+    before = [("send no more", "m-rep1"), ("leave", "m-rep1"), ("report", final)]
+    assert peers.events == [*before, "engine stopped"]
     status = asyncio.run(made.xavier_status())
     assert status["final"] == final
 
@@ -417,17 +467,17 @@ def test_sharing_is_closed_before_the_engine_and_once(peers: Group, loop: Any) -
 class Peer(xo.StatelessActor):
     """Stands for an engine's peer."""
 
-    async def describe(self) -> dict[str, Any]:
-        return {"blocks": 3}
+    async def describe(self, shown: Credential) -> dict[str, Any]:
+        return {"blocks": 3 if shown == contact("").credential else 0}
 
-    async def close(self, deadline_s: float) -> dict[str, Any]:
+    async def close(self, shown: Credential, deadline_s: float) -> dict[str, Any]:
         return {"blocks": 0, "in time": deadline_s > 0}
 
 
 def test_a_replica_closes_its_store_while_the_directory_does_not_answer(
     loading: Loading, loop: Any, monkeypatch: pytest.MonkeyPatch, silent: str
 ) -> None:
-    async def find_placement(*identity: str) -> group.Placement:
+    async def find_placement(*identity: Any) -> group.Placement:
         return group.Placement(silent, "127.0.0.1:8", 2)
 
     async def serve() -> Any:
@@ -444,8 +494,8 @@ def test_a_replica_closes_its_store_while_the_directory_does_not_answer(
     made = model()
     made.set_loop(loop)
     made.load()
-    made._engine = SimpleNamespace(shutdown=lambda: None)
-    write_peer(pool.external_address)
+    made._engine = idle_engine(lambda: None)
+    write_peer(contact(pool.external_address).to_text())
     assert on_loop(made.xavier_status())["peer"] == {"blocks": 3}
     made.stop()
     assert made._final["counters"] == {"blocks": 0, "in time": True}
@@ -456,7 +506,7 @@ def test_a_store_that_cannot_be_closed_does_not_keep_the_engine(peers: Group, lo
     peers.failing = True
     made = peers.serving(loop)
     made.stop()
-    assert peers.events == [("leave", "m-rep1"), "engine stopped"]
+    assert peers.events == [("send no more", "m-rep1"), ("leave", "m-rep1"), "engine stopped"]
 
 
 def test_a_dead_engine_is_stopped_from_the_loop_without_waiting_for_it(
@@ -481,7 +531,7 @@ def test_a_replica_that_never_had_an_engine_has_nothing_to_close(peers: Group, l
 def test_the_status_tells_options_place_and_peer(
     peers: Group, loop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def describe(deployment: Any, timeout_s: float, *, peer: Any) -> dict[str, Any]:
+    async def describe(deployment: Any, key: Any, timeout_s: float, *, peer: Any) -> dict[str, Any]:
         return {"blocks": 3}
 
     monkeypatch.setattr(group, "describe", describe)
@@ -495,7 +545,7 @@ def test_the_status_tells_options_place_and_peer(
 def test_the_status_of_a_replica_whose_peer_is_silent_says_so(
     peers: Group, loop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def describe(deployment: Any, timeout_s: float, *, peer: Any) -> dict[str, Any]:
+    async def describe(deployment: Any, key: Any, timeout_s: float, *, peer: Any) -> dict[str, Any]:
         raise LookupError("m-rep1 is not in the directory of m")
 
     monkeypatch.setattr(group, "describe", describe)

@@ -13,6 +13,7 @@ from xinference.model.llm.llm_family import (
     VLLM_CLASSES,
 )
 
+from xinference_xavier import installed
 from xinference_xavier.extension import create, plugin, registration
 from xinference_xavier.extension.names import FINAL_REPORTS, NAME, RECORD_FINAL
 from xinference_xavier.extension.vllm import cpu
@@ -113,11 +114,11 @@ def test_the_cpu_build_makes_models_available_that_stock_reserves_for_gpus(
 def test_an_old_host_package_stops_the_start_with_what_is_needed(
     stock_tables: None, monkeypatch: pytest.MonkeyPatch, distribution: str
 ) -> None:
-    real = plugin.version
+    real = installed.version
     monkeypatch.setattr(
-        plugin, "version", lambda name: "0.9.0" if name == distribution else real(name)
+        installed, "version", lambda name: "0.9.0" if name == distribution else real(name)
     )
-    with pytest.raises(plugin.UnsupportedVersion) as refused:
+    with pytest.raises(installed.UnsupportedVersion) as refused:
         create()
     assert f"{distribution} 0.9.0 is not supported" in str(refused.value)
     assert ">= " in str(refused.value)

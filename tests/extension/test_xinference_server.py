@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ GPU_FIRST: dict[str, Any] = {
 BLOCK_TOKENS = 16
 XAVIER = [sys.executable, "-m", "xinference_xavier.cli"]
 LAUNCH_TIMEOUT_S = 600
+STREAM_TOKENS = 400
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +214,7 @@ def launch_by_command_line(server: XinferenceServer, uid: str, replicas: int) ->
 
 
 def test_the_life_of_a_group(server: XinferenceServer) -> None:
-    """Launch by command line, share, grow, recover a killed replica, and end."""
+    """Launch by command line, share, grow, shrink, recover a killed replica, and end."""
     launch_by_command_line(server, "group", 2)
     eventually(lambda: ready(server, "group") == {"group-rep0", "group-rep1"}, LAUNCH_TIMEOUT_S)
     eventually(lambda: set(members(server, "group")) == {"group-rep0", "group-rep1"})
@@ -250,6 +253,8 @@ def test_the_life_of_a_group(server: XinferenceServer) -> None:
     assert grown.ok, grown.text
     eventually(lambda: "group-rep2" in members(server, "group"))
 
+    shrink_under_load(server, 1)
+
     [victim] = [p for p in engines(server) if title(p).strip() == "Model: group-rep0"]
     before = address_of(server, "group-rep0")
     victim.kill()
@@ -271,6 +276,54 @@ def test_the_life_of_a_group(server: XinferenceServer) -> None:
     # Dead members leave the directory within its heartbeat limit, and the metrics soon after.
     eventually(lambda: status(server, "group")["replicas"] == [])
     eventually(lambda: metric(server, "xavier_requests_total", model_uid="group") == {})
+
+
+def shrink_under_load(server: XinferenceServer, number: int) -> None:
+    """Remove a replica of "group" while all of them stream, and new requests come: none fails."""
+    running = [threading.Event() for _ in range(6)]
+    removed = threading.Event()
+
+    def ask_until_removed() -> int:
+        asked = 0
+        while not removed.is_set():
+            complete(server, "group", f"request {asked}")
+            asked += 1
+        return asked
+
+    with ThreadPoolExecutor(len(running) + 1) as threads:
+        streams = [threads.submit(streamed, server, "group", begun) for begun in running]
+        assert all(begun.wait(60) for begun in running)
+        asked = threads.submit(ask_until_removed)
+        url = f"{server.url}/v1/models/group/replicas/{number}"
+        try:
+            answer = requests.delete(url, timeout=120)
+            assert answer.ok, answer.text
+        finally:
+            removed.set()
+        assert [stream.result() for stream in streams] == [STREAM_TOKENS] * len(streams)
+        assert asked.result() > 0
+    eventually(lambda: f"group-rep{number}" not in members(server, "group"))
+    assert len(ready(server, "group")) == 2
+
+
+def streamed(server: XinferenceServer, uid: str, begun: threading.Event) -> int:
+    """Read a long streamed answer to its end; return how many tokens its usage says it has."""
+    body = {
+        "model": uid,
+        "prompt": "once upon a time",
+        "max_tokens": STREAM_TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    answer = requests.post(f"{server.url}/v1/completions", json=body, timeout=120, stream=True)
+    assert answer.ok, answer.text
+    tokens = 0
+    for line in answer.iter_lines():
+        begun.set()
+        if line.startswith(b"data: {") and (usage := json.loads(line[6:]).get("usage")):
+            tokens = usage["completion_tokens"]
+    return tokens
 
 
 def look_at_the_group(server: XinferenceServer, blocks: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.extension.stock_api import Stock, client_of, directory_of, small_index, status_of
+from xinference_xavier.control.client import Contact
 from xinference_xavier.extension.routes import models
 
 
@@ -29,7 +30,7 @@ class Users:
         monkeypatch.setattr(models, "peer_call", self._peer)
         self.client = client_of(self.stock, self.auth)
 
-    async def _peer(self, address: str, method: str, *args: Any, timeout_s: float) -> Any:
+    async def _peer(self, contact: Contact, method: str, *args: Any, timeout_s: float) -> Any:
         done = {"cleared": True, "limited": True, "evicted_blocks": 0}
         return {**status_of(small_index()), **done}
 

@@ -173,10 +173,11 @@ class Rig:
         self.transport.staging = self.own.arenas[Tier.HOST].data if not mapped else torch.empty(0)
         self.handles = {member: source.handle() for member, source in self.peers.items()}
         self.transports = Transports([self.transport], layout_digest=self.cache.layout.digest())
+        self.runs_on = placed(self.device, kind)
         self.engine = LoadEngine(
             layout=self.cache.layout,
             arenas=self.own.arenas,
-            device=placed(self.device, kind),
+            device=self.runs_on,
             verify=verify,
             staging={Tier.HOST: STAGING},
             transports=self.transports,

@@ -123,6 +123,51 @@ def test_checksums_are_of_the_slot_and_move_along_with_a_demotion(verifying: Rig
     assert rig.meta(H, 1) == [8, expected]
 
 
+def test_a_block_that_was_copied_wrongly_is_not_published(verifying: Rig) -> None:
+    rig = verifying
+    damaged: list[int] = []
+
+    def damage() -> None:
+        # The first copy is the one into the store; the next ones bring blocks to be compared.
+        if not damaged:
+            damaged.append(4)
+            rig.arenas[Tier.DEVICE].data[4, 3] ^= 1
+
+    rig.device.then["gather"] = damage
+    result = rig.run(stores=[(2, D, 4, 7, -1), (3, D, 5, 8, -1)])
+    assert (result.failed_stores, result.reason) == ({0}, "checksum")
+    assert rig.meta(D, 4)[0] == 0
+    assert rig.meta(D, 5)[0] == 8
+
+
+def test_a_block_that_was_demoted_wrongly_stays_where_it_was(verifying: Rig) -> None:
+    rig = verifying
+    rig.run(stores=[(2, D, 4, 7, -1), (3, D, 5, 8, -1)])
+
+    def damage() -> None:
+        rig.arenas[Tier.HOST].data[1, 3] ^= 1
+
+    rig.device.then["move"] = damage
+    result = rig.run(demotions=[(4, 1, 9), (5, 2, 10)], stores=[(6, D, 4, 11, 0), (7, D, 5, 12, 1)])
+    assert (result.failed_demotions, result.failed_stores) == ({0}, {0})
+    assert result.reason == "checksum"
+    assert (rig.meta(D, 4)[0], rig.meta(H, 1)[0]) == (7, 0)
+    assert (rig.meta(D, 5)[0], rig.meta(H, 2)[0]) == (12, 10)
+
+
+def test_a_block_that_was_damaged_in_its_slot_makes_room_for_others(verifying: Rig) -> None:
+    rig = verifying
+    rig.run(stores=[(2, D, 4, 7, -1)])
+    generation, checksum = rig.meta(D, 4)
+    rig.arenas[Tier.DEVICE].data[4, 3] ^= 1
+    damaged = rig.slot(D, 4)
+    result = rig.run(demotions=[(4, 1, 9)], stores=[(6, D, 4, 11, 0)])
+    assert (result.failed_demotions, result.failed_stores) == (set(), set())
+    # Its checksum is still the one of what it should be, which no reader will find.
+    assert (rig.meta(H, 1), rig.slot(H, 1)) == ([9, checksum], damaged)
+    assert (generation, rig.meta(D, 4)[0]) == (7, 11)
+
+
 def test_readers_see_no_generation_while_a_slot_is_written(rig: Rig) -> None:
     rig.run(stores=[(2, D, 4, 7, -1)])
     seen: list[int] = []

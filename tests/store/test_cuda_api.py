@@ -289,6 +289,7 @@ def test_peer_access_tells_apart_what_is_unreachable_and_what_is_not_seen(
         (0, 0, False),
         (0, HOST.data_ptr(), False),
     ],
+    ids=["at-its-address", "elsewhere", "not-registered", "registered-otherwise"],
 )
 def test_host_memory_is_reachable_if_it_is_registered_and_at_its_own_address(
     recorder: Recorder, kind: int, pointer: int, expected: bool

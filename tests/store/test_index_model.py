@@ -495,6 +495,11 @@ IndexMachine.TestCase.settings = settings(
 TestIndexAgainstModel = IndexMachine.TestCase
 
 
+@pytest.mark.slow
+class TestIndexAgainstModelForLong(IndexMachine.TestCase):
+    settings = settings(IndexMachine.TestCase.settings, max_examples=3000, stateful_step_count=100)
+
+
 class Driver:
     """Drives the model by weighted chances: hypothesis seldom goes deep into a full store."""
 
@@ -576,9 +581,14 @@ class Driver:
             self.machine.load(self.picks(), self.duration())
 
 
-def test_long_histories_agree_with_the_model_and_everything_happens_in_them():
+@pytest.mark.parametrize(
+    ("histories", "steps"), [(40, 600), pytest.param(100, 5000, marks=pytest.mark.slow)]
+)
+def test_long_histories_agree_with_the_model_and_everything_happens_in_them(
+    histories: int, steps: int
+):
     totals: Counter[str] = Counter()
-    for seed in range(40):
-        totals += Driver(seed).run(600)
+    for seed in range(histories):
+        totals += Driver(seed).run(steps)
     seldom = {name for name in asdict(Totals()) if totals[name] < 50}
     assert not seldom, totals

@@ -17,7 +17,17 @@ from xinference_xavier.store.slots import READY, STAGING
 ops = st.lists(
     st.tuples(
         st.sampled_from(
-            ["append", "extend", "after", "remove", "remove_all", "replace", "splice", "reset"]
+            [
+                "extend",
+                "front",
+                "pop",
+                "after",
+                "remove",
+                "remove_all",
+                "replace",
+                "splice",
+                "reset",
+            ]
         ),
         st.integers(0, 7),
         st.integers(0, 7),
@@ -34,13 +44,18 @@ def test_rings_do_what_lists_do(steps):
         mine = lists[ring]
         placed = {node for members in lists for node in members}
         loose = [node for node in (one, other) if node not in placed]
-        if op == "append" and one in loose:
-            rings.append(ring, one)
-            mine.append(one)
-        elif op == "extend":
+        if op == "extend":
             loose = list(dict.fromkeys(loose))
             rings.extend(ring, loose)
             mine.extend(loose)
+        elif op == "front":
+            loose = list(dict.fromkeys(loose))
+            rings.extend_front(ring, loose)
+            mine[:0] = loose
+        elif op == "pop":
+            assert rings.first_of(ring, one - 2) == mine[: max(0, one - 2)]
+            assert rings.pop(ring, one - 2) == mine[: max(0, one - 2)]
+            del mine[: max(0, one - 2)]
         elif op == "after" and other in loose and one in mine:
             rings.insert_after(ring, one, other)
             mine.insert(mine.index(one) + 1, other)
@@ -52,7 +67,7 @@ def test_rings_do_what_lists_do(steps):
             rings.remove_all(ring, gone)
             lists[ring] = [node for node in mine if node not in gone]
         elif op == "replace" and one in mine and other in loose:
-            rings.replace(one, other)
+            rings.replace_all([one], [other])
             mine[mine.index(one)] = other
         elif op == "splice":
             rings.splice(ring, 1 - ring)
@@ -77,7 +92,7 @@ def reorder_device(index: SnapshotIndex) -> None:
     first = order.first(0)
     assert first is not None
     order.remove(0, first)
-    order.append(0, first)
+    order.extend(0, [first])
 
 
 def cut_ring(index: SnapshotIndex) -> None:
@@ -94,7 +109,7 @@ def free_a_block(index: SnapshotIndex) -> None:
     slot = table.order.first(0)
     assert slot is not None
     table.order.remove(0, slot)
-    table.order.append(2, slot)
+    table.order.extend(2, [slot])
 
 
 def set_field(name: str, value: int) -> Callable[[SnapshotIndex], None]:

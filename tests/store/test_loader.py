@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.deferring import placed
 from tests.waiting import WAIT_S, drain, wait_until
 from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.copier import CopyEngine, EngineClosed
+from xinference_xavier.store.device import Mark
 from xinference_xavier.store.jobs import (
     OWN_STORE,
     LoadJob,
@@ -31,7 +33,7 @@ from xinference_xavier.transport.base import (
     TransportUnavailable,
 )
 from xinference_xavier.transport.faults import FAIR_S
-from xinference_xavier.transport.loader import LoadEngine
+from xinference_xavier.transport.loader import OVERDUE_S, LoadEngine
 from xinference_xavier.transport.select import Transports
 
 
@@ -305,6 +307,98 @@ def test_hung_peers_do_not_hold_up_loads_from_mapped_memory(make: Callable[..., 
     assert rig.has(9, rig.peers[1], 4)
     go.set()
     assert sorted(r.job_id for r in drain(rig.engine)) == hung
+
+
+@pytest.mark.parametrize("where", ["connecting", "reading"])
+def test_a_load_whose_thread_hangs_is_given_up_and_never_writes_again(
+    make: Callable[..., Rig], where: str
+) -> None:
+    rig = make(mapped=False, threads=2)
+    inside, go = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        inside.set()
+        assert go.wait(WAIT_S)
+
+    def hung_read(n: int, staging: list[int], meta: torch.Tensor) -> torch.Tensor:
+        hang()
+        return meta
+
+    if where == "connecting":
+        rig.transport.connecting = hang
+    else:
+        rig.transport.fault = hung_read
+    rig.submit((OWN_STORE, rows((3, 8))), (1, rows((0, 20))), (2, rows((1, 21))), timeout_s=0.2)
+    assert inside.wait(WAIT_S)
+    (result,) = drain(rig.engine)
+    told = [(part.failed_rows, part.reason) for part in result.segments]
+    assert told == [({0}, "skipped"), ({0}, "timeout"), ({0}, "skipped")]
+    # All threads that may wait for peers hang: the next such load does not even try.
+    refused = rig.load((OWN_STORE, rows((4, 9))), (2, rows((2, 22)))).segments
+    assert [(part.failed_rows, part.reason) for part in refused] == [
+        ({0}, "skipped"),
+        ({0}, "unavailable"),
+    ]
+    assert rig.load((OWN_STORE, rows((4, 9)))).segments[0].failed_rows == set()
+    go.set()
+    wait_until(lambda: rig.load((2, rows((2, 22)))).segments[0].failed_rows == set())
+    assert rig.untouched(20, 21)
+    assert rig.engine.poll() == []
+
+
+def test_a_restore_that_hangs_keeps_no_peer_from_being_read(
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make(mapped=False, threads=2)
+    connecting, waiting, go = threading.Event(), threading.Event(), threading.Event()
+    ready, begin = rig.runs_on.after, threading.Event()
+
+    def connect() -> None:
+        connecting.set()
+        assert begin.wait(WAIT_S)
+
+    def after(mark: Mark | None) -> None:
+        if threading.current_thread().name == "xavier-load-0":
+            waiting.set()
+            assert go.wait(WAIT_S)
+        ready(mark)
+
+    rig.transport.connecting = connect
+    monkeypatch.setattr(rig.runs_on, "after", after)
+    peer = rig.submit((1, rows((0, 20))))
+    assert connecting.wait(WAIT_S)
+    rig.submit((OWN_STORE, rows((3, 8))), timeout_s=0.2)
+    assert waiting.wait(WAIT_S)
+    results: list[LoadResult] = []
+    wait_until(lambda: bool(results.extend(rig.engine.poll()) or results))
+    assert [part.reason for part in results[0].segments] == ["timeout"]
+    begin.set()
+    (loaded,) = drain(rig.engine)
+    assert (loaded.job_id, loaded.segments[0].failed_rows) == (peer, set())
+    assert rig.load((2, rows((2, 22)))).segments[0].failed_rows == set()
+    go.set()
+    rig.close()
+    assert rig.untouched(8)
+
+
+def test_a_load_that_writes_is_never_given_up(make: Callable[..., Rig]) -> None:
+    rig = make()
+    inside, go = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        inside.set()
+        assert go.wait(WAIT_S)
+
+    rig.device.before["scatter"] = hang
+    rig.submit((1, rows((0, 20))), timeout_s=FAIR_S)
+    assert inside.wait(WAIT_S)
+    long_after = time.monotonic() + FAIR_S + 4 * OVERDUE_S
+    wait_until(lambda: time.monotonic() > long_after or rig.engine.poll())
+    assert rig.engine.pending == 1
+    go.set()
+    (result,) = drain(rig.engine)
+    assert result.segments[0].failed_rows == set()
+    assert rig.has(20, rig.peers[1], 0)
 
 
 def test_a_load_that_finds_no_staging_slot_in_time_has_failed_rows(

@@ -75,6 +75,7 @@ def make_transport(kind: str, arenas: dict[Tier, Arena], staging: range) -> Any:
 
     return XoscarTransport(
         views=views,
+        nonces={tier: arena.handle().nonce for tier, arena in arenas.items()},
         slot_bytes=slot_bytes,
         staging=staging,
         host="127.0.0.1",

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -47,12 +48,22 @@ def content(generation: int, layout: BlockLayout) -> np.ndarray:
 class Peer:
     """The other process, seen from the test."""
 
-    def __init__(self, choice: str = "shm", place: str = "cpu") -> None:
-        """Start it with the transports of ``choice``; with "gpu" on a fake one."""
+    def __init__(
+        self,
+        choice: str = "shm",
+        place: str = "cpu",
+        *,
+        host: str = "127.0.0.1",
+        entering: Sequence[str] = (),
+    ) -> None:
+        """Start it with the transports of ``choice``; with "gpu" on a fake one.
+
+        ``host`` is the address that it tells, ``entering`` a command that runs it elsewhere.
+        """
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
-            [sys.executable, __file__, choice, place],
+            [*entering, sys.executable, __file__, choice, place, host],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -83,7 +94,7 @@ class Peer:
 
 def main() -> None:
     """Make both tiers, fill slot ``s`` with generation ``s + 1``, and obey commands."""
-    choice, place = sys.argv[1:]
+    choice, place, host_address = sys.argv[1:]
     _, layout, views = make_cache()
     arenas: dict[Tier, Arena | DeviceArena] = {
         tier: Arena.create(SLOTS, layout.slot_bytes, f"remote-{tier.name}") for tier in Tier
@@ -117,7 +128,7 @@ def main() -> None:
         choice=choice,
         arenas=arenas,
         staging={Tier.HOST: range(SLOTS - 1, SLOTS)},
-        host="127.0.0.1",
+        host=host_address,
         layout_digest=layout.digest(),
         gpu=gpu,
     )

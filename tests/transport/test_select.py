@@ -270,6 +270,13 @@ def test_a_forced_transport_is_tried_again_whatever_it_did() -> None:
     assert connect(transports) is part.opened[0]
 
 
+def test_a_demoted_transport_is_tried_when_nothing_else_reaches_the_peer() -> None:
+    part = Faulty("a", FREE_SLOT)
+    transports = Transports([part, Named("b", "no way")], layout_digest="same")
+    transports.failed(1, H, "a", TransferTimeout("late"))
+    assert connect(transports) is part.opened[0]
+
+
 def test_nothing_is_tried_when_the_time_of_the_load_is_over() -> None:
     part = Faulty("a", FREE_SLOT)
     with pytest.raises(TransportUnavailable, match="time was over"):

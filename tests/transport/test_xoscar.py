@@ -193,14 +193,14 @@ class HoldingRef:
     def __init__(self) -> None:
         self.buffers: list[Any] = []
 
-    async def push(self, tier: int, runs: Any, refs: list[Any]) -> Any:
+    async def push(self, tier: int, nonce: bytes, runs: Any, refs: list[Any]) -> Any:
         self.buffers = [type(ref).get_buffer(ref) for ref in refs]
         raise ConnectionError("cut off")
 
 
 def test_staging_is_quarantined_while_xoscar_holds_a_buffer(reader: Reader) -> None:
     ref = HoldingRef()
-    connection = module.XoscarConnection(reader.transport, ref, Tier.HOST, 48)
+    connection = module.XoscarConnection(reader.transport, ref, Tier.HOST, bytes(16), 48)
     with pytest.raises(TransferFailed, match="gone"):
         connection.fetch([1, 2, 9], [12, 13, 30], deadline=soon())
     assert reader.transport.quarantined(Tier.HOST) == {12, 13, 30}
@@ -226,6 +226,7 @@ class GpuSource:
         arenas: dict[Tier, Any] = {Tier.DEVICE: self.arena, Tier.HOST: self.host}
         self.transport = module.XoscarTransport(
             views={tier: SlotView(arena.data, arena.meta) for tier, arena in arenas.items()},
+            nonces={tier: arena.handle().nonce for tier, arena in arenas.items()},
             slot_bytes=SLOT_BYTES,
             staging=range(1),
             host="127.0.0.1",
@@ -314,3 +315,19 @@ class TestLifecycle:
     def test_a_peer_without_a_pool_is_unavailable(self, source: Source, reader: Reader) -> None:
         with pytest.raises(TransportUnavailable, match="no xoscar pool"):
             reader.transport.connect(replace(source.handle, xoscar=None), Tier.HOST)
+
+    @pytest.mark.parametrize("nonce", [bytes(16), b""], ids=["a guess", "none"])
+    def test_whoever_does_not_know_the_arenas_nonce_gets_nothing(
+        self, source: Source, reader: Reader, nonce: bytes
+    ) -> None:
+        """As when an address was guessed, or another worker has it by now."""
+        arenas = {tier: replace(arena, nonce=nonce) for tier, arena in source.handle.arenas.items()}
+        with pytest.raises(TransportUnavailable, match="not the one that was announced"):
+            reader.transport.connect(replace(source.handle, arenas=arenas), Tier.HOST)
+        good = reader.transport.connect(source.handle, Tier.HOST)
+        forged = module.XoscarConnection(reader.transport, good._ref, Tier.HOST, nonce, 48)
+        with pytest.raises(TransferFailed, match="not the one that was announced"):
+            forged.fetch([1], [reader.staging.start], deadline=soon())
+        assert reader.changed() == set()
+        good.fetch([1], [reader.staging.start], deadline=soon())
+        assert reader.changed() == {reader.staging.start}

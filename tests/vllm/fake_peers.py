@@ -12,7 +12,8 @@ from typing import Any
 
 from fake_worker import Arenas, Content, Registry
 
-from xinference_xavier.control.messages import MemberInfo
+from xinference_xavier.control.client import Contact
+from xinference_xavier.control.messages import Credential, MemberInfo
 from xinference_xavier.control.mirror import Mirror
 from xinference_xavier.control.runtime import Reservation, ReservationState
 from xinference_xavier.store.index import SnapshotIndex
@@ -71,6 +72,7 @@ class StandInControl:
         self.closed = False
         self.left = False
         self.address = "stand-in"
+        self.contact = Contact(self.address, Credential(b"", 1, b""))
         self._clock = clock
 
     # --- for tests ---------------------------------------------------------------------------
@@ -152,4 +154,8 @@ class StandInControl:
         self.published.clear()
 
     def status(self) -> dict[str, Any]:
-        return {"address": self.address}
+        return {
+            "address": self.address,
+            "leases_at_others": sum(peer.leases for peer in self.peers.values()),
+            "calls_in_flight": len(self.unanswered),
+        }

@@ -148,6 +148,7 @@ class FakeWorker:
         self.hold_stores = False
         self.load_fault: LoadFault = lambda job, row: None
         self.store_fault: StoreFault = no_store_fault
+        self.store_reason = "broken"
         self.failed_promotions: set[int] = set()
         self.loads: list[tuple[LoadJob, dict[int, tuple[WorkerHandle, ...]]]] = []
         self.stores: list[StoreJob] = []
@@ -355,7 +356,7 @@ class FakeWorker:
             else:
                 self.arenas.write(tier, slot, generation, tuple(self.kv[block_id]))
         if result.failed_demotions or result.failed_stores:
-            result.reason = "broken"
+            result.reason = self.store_reason
         return result
 
     def _in_range(self, tier: int, slot: int) -> None:

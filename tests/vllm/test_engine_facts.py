@@ -47,6 +47,7 @@ def config(**cache: Any) -> Any:
         kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
         lora_config=None,
         speculative_config=None,
+        weight_transfer_config=None,
     )
 
 

@@ -135,6 +135,16 @@ def test_other_weights_make_strangers_and_an_identity_overrides_them(
     assert identity._weights(same_name) != identity._weights(config_of(model))
 
 
+def test_a_host_may_keep_the_files_elsewhere_where_an_identity_is_given(
+    model: Path, tmp_path: Path
+) -> None:
+    here, there = config_of(model), config_of(make_tiny_llama(tmp_path / "elsewhere"))
+    for config in (here, there):
+        config.model_config.hf_config.values["_name_or_path"] = config.model_config.model
+    assert of(here) != of(there)
+    assert of(here, xavier_identity="mine") == of(there, xavier_identity="mine")
+
+
 def test_dummy_weights_are_told_apart_by_their_seed(model: Path) -> None:
     one, other = config_of(model), config_of(model)
     for config in (one, other):

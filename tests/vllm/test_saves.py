@@ -11,6 +11,7 @@ from fake_worker import no_store_fault
 from vllm_harness import Engine, Make, keys_of, prompt_of, share
 
 from xinference_xavier.store.jobs import StoreJob
+from xinference_xavier.vllm import saves
 
 PROMPT = prompt_of(1, 100)
 
@@ -122,6 +123,18 @@ def test_a_failed_store_is_never_visible(engine: Engine) -> None:
     engine.forget_local()
     engine.ask(PROMPT)
     assert engine.loaded_tokens == 16
+    engine.check_all()
+
+
+def test_reasons_that_are_ever_new_are_counted_together(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saves, "MOST_REASONS", 2)
+    engine.worker.store_fault = lambda job: (set(), {0})
+    for number, reason in enumerate(["one", "two", "three", "four", "two"]):
+        engine.worker.store_reason = reason
+        engine.ask(prompt_of(number, 100))
+    assert engine.traffic["saves_failed"] == {"one": 1, "two": 2, "other": 2}
     engine.check_all()
 
 

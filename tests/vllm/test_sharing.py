@@ -59,7 +59,7 @@ def test_an_engine_tells_its_launcher_where_its_peer_is(
     note = LaunchNote()
     monkeypatch.setenv(ENVIRONMENT, note.path)
     engine = make(name="told", directory=directory)
-    assert note.peer() == engine.runtime.address
+    assert note.peer() == engine.runtime.contact.to_text()
     assert note.reason() is None
     note.close()
 

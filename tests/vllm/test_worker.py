@@ -160,6 +160,20 @@ def test_a_member_that_is_not_there_ends_the_load_as_failed(rig: Rig) -> None:
     assert (rig.finished, rig.invalid) == ({"r1"}, {8, 9})
 
 
+def test_jobs_of_a_step_that_gets_no_mark_end_as_failed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> Mark:
+        raise RuntimeError("no mark")
+
+    monkeypatch.setattr(rig.device, "mark", broken)
+    loaded = rig.loaded(ConnectorMeta(loads=[load(1, (D, 0, 1, 8), (D, 1, 1, 9))]))
+    assert (rig.finished, rig.invalid) == ({"r1"}, {8, 9})
+    assert [part.reason for part in loaded.loads[0].segments] == ["not started"]
+    (stored,) = rig.stored(ConnectorMeta(stores=[store(2, (3, D, 0, 1, -1))])).stores
+    assert (stored.job_id, stored.failed_stores, stored.reason) == (2, {0}, "not started")
+
+
 # --- start and end --------------------------------------------------------------------------------
 
 

@@ -357,19 +357,12 @@ class Engine:
         return sum(job.request_id == request_id for job in self.worker.loads_seen)
 
     def _leftovers(self) -> dict[str, int]:
-        """Sizes of the scheduler side's per-request tables; the one place that looks inside."""
-        side = self.side
-        parts = side._parts
-        if parts is None:
-            return {}
-        return {
-            "requests": len(side._requests),
-            "no_more_loads": len(side._no_more_loads),
-            "promises": len(parts.lookups.promises),
-            "loaded": len(parts.loaded),
-            "tracked": len(parts.saves._tracked),
-            "usages": len(side._usages),
-        }
+        """What the scheduler side says that it has in use, once its bookkeeping is checked."""
+        found = self.side.audit()
+        if found["contradiction"] is not None:
+            raise AssertionError(found["contradiction"])
+        in_use: dict[str, int] = found["in_use"]
+        return in_use
 
     def check_all(self) -> None:
         """Run to the end; then nothing is left, and every answer and stored block is right."""

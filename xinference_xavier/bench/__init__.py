@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``xinference-xavier bench``: what sharing brings, and what it costs.
 
-One module per measurement (``warm``, ``cold``, ``store``, ``transfer``), each with a frozen
+One module per measurement (``warm``, ``cold``, ``shared``, ``store``, ...), each with a frozen
 ``Settings`` and a ``run(settings, report)`` that returns plain values for JSON. All comparisons are
 ratios between arms of one run, measured in alternating pairs; ``stats`` says when one counts.
 """

@@ -97,6 +97,17 @@ logs_option = click.option(
     help="Keep the engines' logs and the model in this folder.",
 )
 
+resume_option = click.option(
+    "--resume",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Keep finished arms in this file, and take those that it has from an earlier run.",
+)
+plots_option = click.option(
+    "--plots",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Draw the results into this folder, as PNG files.",
+)
+
 
 @click.group()
 def command() -> None:
@@ -111,12 +122,13 @@ def command() -> None:
 @command.command()
 @click.option(
     "--arms",
-    type=Names("cold", "local", "xavier"),
+    type=Names("cold", "local", "xavier", "builtin", "lmcache", "nixl"),
     default="cold,local,xavier",
     show_default=True,
-    help="cold: computed; local: the engine's own cache; xavier: loaded from a replica.",
+    help="cold: computed; local: the engine's own cache; the others: loaded from a replica by this "
+    "package, the Xavier built into Xinference, LMCache, or handed over by NixlConnector.",
 )
-@click.option("--tokens", type=Numbers(), default="1100,2200", show_default=True)
+@click.option("--tokens", type=Numbers(), default="1100,4400", show_default=True)
 @click.option("--pairs", type=click.IntRange(2), default=10, show_default=True)
 @click.option(
     "--transport",
@@ -127,6 +139,8 @@ def command() -> None:
 @click.option("--tiny", is_flag=True, help="A tiny model: to try the command, not to measure.")
 @core_option
 @logs_option
+@resume_option
+@plots_option
 @json_option
 def warm(
     arms: tuple[str, ...],
@@ -136,10 +150,13 @@ def warm(
     tiny: bool,
     core: int | None,
     logs: Path | None,
+    resume: Path | None,
+    plots: Path | None,
     json_file: str | None,
 ) -> None:
     """Time to first token of a prefix: computed, local, or loaded from a replica."""
     from xinference_xavier.bench import warm as bench
+    from xinference_xavier.bench import warm_result
     from xinference_xavier.bench.models import QWEN_KV, TINY
     from xinference_xavier.bench.sharing import default_core
 
@@ -153,7 +170,14 @@ def warm(
             transport,
             shape=TINY if tiny else QWEN_KV,
         )
-        _run("warm", lambda report: bench.run(settings, report), bench.show, json_file)
+        _run(
+            "warm",
+            lambda report: bench.run(settings, report, resume),
+            warm_result.show,
+            json_file,
+            plots,
+            warm_result.plot,
+        )
 
 
 @command.command()
@@ -189,6 +213,62 @@ def cold(
 
 @command.command()
 @click.option(
+    "--arms",
+    type=Names("plain", "xavier", "builtin", "lmcache"),
+    default="plain,xavier",
+    show_default=True,
+)
+@click.option("--documents", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--questions", type=click.IntRange(1), default=40, show_default=True)
+@click.option("--tokens", type=click.IntRange(16), default=2048, show_default=True)
+@click.option("--rounds", type=click.IntRange(2), default=3, show_default=True)
+@click.option("--tiny", is_flag=True, help="A tiny model: to try the command, not to measure.")
+@core_option
+@logs_option
+@resume_option
+@plots_option
+@json_option
+def shared(
+    arms: tuple[str, ...],
+    documents: int,
+    questions: int,
+    tokens: int,
+    rounds: int,
+    tiny: bool,
+    core: int | None,
+    logs: Path | None,
+    resume: Path | None,
+    plots: Path | None,
+    json_file: str | None,
+) -> None:
+    """Questions about a few documents, each at a replica drawn at random."""
+    from xinference_xavier.bench import shared as bench
+    from xinference_xavier.bench.models import QWEN_KV, TINY
+    from xinference_xavier.bench.sharing import default_core
+
+    with _folder(logs) as folder:
+        settings = bench.Settings(
+            folder,
+            default_core() if core is None else core,
+            arms,
+            documents,
+            questions,
+            tokens,
+            rounds,
+            shape=TINY if tiny else QWEN_KV,
+        )
+        _run(
+            "shared",
+            lambda report: bench.run(settings, report, resume),
+            bench.show,
+            json_file,
+            plots,
+            bench.plot,
+        )
+
+
+@command.command()
+@click.option(
     "--histories",
     type=Numbers(),
     default="1000,10000,100000,1000000",
@@ -198,19 +278,30 @@ def cold(
 @click.option("--batch", type=click.IntRange(1), default=128, show_default=True)
 @rounds_option
 @arena_option
+@resume_option
+@plots_option
 @json_option
 def store(
     histories: tuple[int, ...],
     batch: int,
     rounds: int,
     arena_bytes: int,
+    resume: Path | None,
+    plots: Path | None,
     json_file: str | None,
 ) -> None:
     """Cost of admitting a block into a full store, by its size and leases."""
     from xinference_xavier.bench import store as bench
 
     settings = bench.Settings(histories, rounds, batch, arena_bytes)
-    _run("store", lambda report: bench.run(settings, report), bench.show, json_file)
+    _run(
+        "store",
+        lambda report: bench.run(settings, report, resume),
+        bench.show,
+        json_file,
+        plots,
+        bench.plot,
+    )
 
 
 @command.command()
@@ -260,13 +351,26 @@ def _run(
     measure: Callable[[Report], dict[str, Any]],
     show: Callable[[dict[str, Any], Report], None],
     json_file: str | None,
+    plots: Path | None = None,
+    plot: Callable[[dict[str, Any], Path], None] | None = None,
 ) -> None:
-    """Measure, print, write."""
+    """Measure, print, write, draw."""
+    from xinference_xavier.bench.arms import ArmUnavailable
+    from xinference_xavier.bench.plots import PlotsUnavailable, check
+    from xinference_xavier.bench.record import RecordMismatch
     from xinference_xavier.bench.report import Report, machine, save
 
     report = Report()
     where = machine()
-    result = {"benchmark": name, "machine": where} | measure(report)
+    try:
+        if plots is not None:
+            check()
+        result = {"benchmark": name, "machine": where} | measure(report)
+    except (ArmUnavailable, PlotsUnavailable, RecordMismatch) as error:
+        raise click.ClickException(str(error)) from error
+    if plots is not None and plot is not None:
+        plot(result, plots)
+        report.say(f"drawn into {plots}")
     if json_file == STDOUT:
         click.echo(json.dumps(result, indent=2, allow_nan=False))
         return

@@ -23,10 +23,13 @@ from typing import Any, Final
 import psutil
 
 from xinference_xavier.control.client import directory_members, peer_call
+from xinference_xavier.control.trust import GroupKey
+from xinference_xavier.secret import environment_secret
 
-START_S: Final = 240.0
+START_S: Final = 600.0
 BLOCK_TOKENS: Final = 16
 SERVED_NAME: Final = "bench"
+API_SERVER: Final = "vllm.entrypoints.openai.api_server"
 
 # Looked up here: between fork and exec nothing may be imported or loaded.
 _PRCTL: Final = ctypes.CDLL(None).prctl
@@ -60,7 +63,8 @@ class Engine:
     """``python -m vllm.entrypoints.openai.api_server`` in a process group of its own.
 
     ``core`` is the CPU that the model's threads are bound to. ``extra`` are the options of the
-    connector, None for a plain engine without one.
+    connector, None for a plain engine without one. ``module`` is what ``python`` runs: vLLM's API
+    server, or what ends up as one.
     """
 
     name: str
@@ -69,20 +73,23 @@ class Engine:
     core: int
     extra: dict[str, Any] | None = None
     kv_blocks: int = 400
+    block_tokens: int = BLOCK_TOKENS
     max_model_len: int = 2048
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    python: str = sys.executable
+    module: str = API_SERVER
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
     def command(self) -> list[str]:
         """Return the command line."""
         command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            self.python, "-m", self.module,
             "--model", str(self.model), "--served-model-name", SERVED_NAME,
             "--host", "127.0.0.1", "--port", str(self.port),
             "--dtype", "float32", "--enforce-eager", "--max-model-len", str(self.max_model_len),
-            "--block-size", str(BLOCK_TOKENS), "--max-num-batched-tokens", "2048",
+            "--block-size", str(self.block_tokens), "--max-num-batched-tokens", "2048",
             "--num-gpu-blocks-override", str(self.kv_blocks),
             "--enable-prompt-tokens-details", "--prefix-caching-hash-algo", "sha256_cbor",
             *self.arguments,
@@ -114,21 +121,26 @@ class Engine:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
 
     def wait_ready(self) -> None:
         """Wait until it answers. Raises :class:`EngineError` when it ends or takes too long."""
         until = time.monotonic() + START_S
-        while time.monotonic() < until:
-            if self.process is None or self.process.poll() is not None:
-                break
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.2)
-        raise EngineError(f"{self.name} did not start:\n{self.tail()}")
+        while not self.ready():
+            if time.monotonic() > until:
+                raise EngineError(f"{self.name} did not start:\n{self.tail()}")
+            time.sleep(0.2)
+
+    def ready(self) -> bool:
+        """Return whether it answers now. Raises :class:`EngineError` when it has ended."""
+        if self.process is None or self.process.poll() is not None:
+            raise EngineError(f"{self.name} did not start:\n{self.tail()}")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2):
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
 
     def wait_failed(self) -> str:
         """Wait for a launch that must fail; return its log."""
@@ -160,9 +172,11 @@ class Engine:
             seconds,
         )
 
-    def stream(self, prompt: str, max_tokens: int = 8, timeout: float = 600) -> Completion:
+    def stream(
+        self, prompt: str, max_tokens: int = 8, timeout: float = 600, **more: Any
+    ) -> Completion:
         """Answer a prompt greedily, and measure the time to its first token."""
-        more = {"stream": True, "stream_options": {"include_usage": True}}
+        more |= {"stream": True, "stream_options": {"include_usage": True}}
         token_ids: list[int] = []
         logprobs: list[float] = []
         cached, ttft_s = 0, None
@@ -259,7 +273,8 @@ def running_directory(log: Path) -> Iterator[str]:
             [*command, "--host", host, "--port", port],
             stdout=output,
             stderr=subprocess.STDOUT,
-            preexec_fn=_end_with_parent,
+            start_new_session=True,  # a Ctrl-C is for who started it
+            preexec_fn=end_with_parent,
         )
     try:
         yield address
@@ -270,12 +285,47 @@ def running_directory(log: Path) -> Iterator[str]:
 
 def describe(directory: str, namespace: str = "default") -> dict[str, dict[str, Any]]:
     """Ask every member of a namespace for its status, by member name."""
+    return _ask_members(directory, namespace, "describe")
 
+
+def audit(directory: str, namespace: str = "default") -> dict[str, dict[str, Any]]:
+    """Let every member check its bookkeeping; return the answers by member name."""
+    return _ask_members(directory, namespace, "audit")
+
+
+def wait_idle(directory: str, members: int = 1, *, timeout_s: float = 30) -> None:
+    """Wait until at least so many members, and all there are, have nothing in use.
+
+    Raises :class:`EngineError` where the bookkeeping of one contradicts itself, TimeoutError with
+    what is still in use.
+    """
+    until = time.monotonic() + timeout_s
+    while True:
+        answers = audit(directory)
+        left = {}
+        for name, found in answers.items():
+            if found["contradiction"] is not None:
+                raise EngineError(f"{name}: {found['contradiction']}")
+            if used := {kind: count for kind, count in found["in_use"].items() if count}:
+                left[name] = used
+        if not left and len(answers) >= members:
+            return
+        if time.monotonic() > until:
+            raise TimeoutError(
+                f"after {timeout_s:g} s there are {len(answers)} members of {members}, "
+                f"and still in use is {left}"
+            )
+        time.sleep(0.05)
+
+
+def _ask_members(directory: str, namespace: str, method: str) -> dict[str, dict[str, Any]]:
     async def ask() -> dict[str, dict[str, Any]]:
-        members = await directory_members(directory, namespace, timeout_s=20)
+        # The engines have this process's environment.
+        key = GroupKey(namespace, environment_secret(os.environ))
+        members = await directory_members(directory, key, timeout_s=20)
         return {
-            info.name: await peer_call(info.address, "describe", timeout_s=20)
-            for _, _, info in members
+            member.info.name: await peer_call(member.contact, method, timeout_s=20)
+            for member in members
         }
 
     return asyncio.run(ask())
@@ -310,7 +360,7 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Let the kernel end this child when the process that measures is killed."""
     _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

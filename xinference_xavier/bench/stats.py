@@ -77,6 +77,29 @@ def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     return Interval(math.exp(found.low), math.exp(found.middle), high, found.pairs)
 
 
+def ratio_of_means(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
+    """Return the ratio of two means of independent values, of any sign, with Fieller's interval.
+
+    Its ends are infinite where the second mean cannot be told from zero, or has too few values.
+    Raises ValueError without values.
+    """
+    if not ours or not theirs:
+        raise ValueError("a mean of no values does not exist")
+    pairs = min(len(ours), len(theirs))
+    a, b = statistics.fmean(ours), statistics.fmean(theirs)
+    middle = a / b if b else math.inf
+    if pairs == 1:
+        return Interval(-math.inf, middle, math.inf, 1)
+    # The ratios r for which a - r * b is not significantly other than zero.
+    squared = student_quantile(pairs - 1, CONFIDENCE) ** 2
+    var_a, var_b = (statistics.variance(v) / len(v) for v in (ours, theirs))
+    lead, last = b * b - squared * var_b, a * a - squared * var_a
+    if lead <= 0:
+        return Interval(-math.inf, middle, math.inf, pairs)
+    root = math.sqrt(max(a * a * b * b - lead * last, 0.0))
+    return Interval((a * b - root) / lead, middle, (a * b + root) / lead, pairs)
+
+
 def at_most(interval: Interval, limit: float) -> Verdict:
     """Judge a target of the form "at most ``limit``"."""
     if interval.pairs < MIN_PAIRS:

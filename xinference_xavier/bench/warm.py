@@ -1,43 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a prefix costs: computed, found in the engine's own cache, or loaded from a replica.
 
-Three engines live side by side, bound to the same core; one request is in flight. ``source``
-computes a prefix and shares it, ``reader`` loads it, ``control`` is plain vLLM. Every pair is one
-prefix that nobody has seen. ``control`` answers a first question cold, and a second one from its
-own cache; ``reader`` answers the second one with the loaded prefix, so that both compute the same
-tail; their answers must be equal. The order of the two alternates, and all engines rest before each
-request. The first pair pays for connections and first touches of memory and is reported apart.
+For each way of sharing, three engines live side by side, bound to the same core; one request is in
+flight. The first replica computes a prefix and shares it, the second one loads it, and ``control``
+is plain vLLM. Every pair is one prefix that nobody has seen. ``control`` answers a first question
+cold, and a second one from its own cache; the second replica answers the second one with the loaded
+prefix, so that both compute the same tail; their answers must be equal. It answers a third one from
+its own cache. The order of the first two alternates, and all engines rest before each request. The
+first pair pays for connections and first touches of memory and is reported apart.
+
+Ways of sharing do not fit into memory together: they run one after another, each with engines, a
+control and a local hit of its own, and what is compared is what a load costs above that hit.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from xinference_xavier.bench.engines import (
-    BLOCK_TOKENS,
-    Completion,
-    Engine,
-    describe,
-    running,
-    running_directory,
-    wait_until,
-)
+from xinference_xavier.bench.arms import Arm, ArmSettings, Replicas, make_arm
+from xinference_xavier.bench.engines import BLOCK_TOKENS, Completion, Engine
 from xinference_xavier.bench.models import QWEN_KV, Shape, make_random_llama
 from xinference_xavier.bench.prompts import unique_text
+from xinference_xavier.bench.record import Record
 from xinference_xavier.bench.report import Report
-from xinference_xavier.bench.sharing import ELEMENT_BYTES, make_engine, rest, settle
-from xinference_xavier.bench.stats import Interval, Verdict, at_most, mean_interval, percentile
+from xinference_xavier.bench.sharing import ELEMENT_BYTES, rest
+from xinference_xavier.bench.warm_result import Pair, judged
 
-ARMS: Final = ("cold", "local", "xavier")
-
-FLOOR_MB_PER_S: Final = 500.0
-"""Target: a load is at least this fast, end to end, over shared memory."""
-
-LOGPROB_LIMIT: Final = 1e-3
+LOCAL: Final = ("cold", "local")
+SHARING: Final = ("xavier", "builtin", "lmcache", "nixl")
+ARMS: Final = (*LOCAL, *SHARING)
 
 QUESTIONS: Final = (
     "What was it, in short?  ",
@@ -45,6 +41,9 @@ QUESTIONS: Final = (
     "Is all of that known?   ",
 )
 """All of one length, and different from their first letter on, hence the same tail to compute."""
+
+HAND_OFF_QUESTIONS: Final = tuple(question[0] for question in QUESTIONS)
+"""A replica that is handed a whole prompt computes its last token only, so that is the tail."""
 
 ANSWER: Final = 8
 
@@ -56,227 +55,154 @@ class Settings:
     folder: Path
     core: int
     arms: tuple[str, ...] = ARMS
-    tokens: tuple[int, ...] = (1100, 2200)
+    tokens: tuple[int, ...] = (1100, 4400)
     pairs: int = 10
     transport: str = "auto"
     gpu_cache_bytes: str = "256MiB"
     cpu_cache_bytes: str = "1GiB"
     shape: Shape = QWEN_KV
 
-
-@dataclass(slots=True)
-class _Pair:
-    """The answers for one prefix; an arm that was not asked for is None."""
-
-    prefix_tokens: int
-    cold: Completion
-    local: Completion
-    remote: Completion | None = None
-    own_local: Completion | None = None
+    def prefixes(self, chunk_tokens: int) -> list[int]:
+        """Return the lengths in whole chunks, at least one."""
+        return [max(count // chunk_tokens, 1) * chunk_tokens for count in self.tokens]
 
 
-@dataclass(slots=True)
 class _Group:
-    """The engines, and what is needed to ask them."""
+    """The control and at most one way of sharing."""
 
-    control: Engine
-    directory: str
-    source: Engine | None = None
-    reader: Engine | None = None
-    made: int = field(default=0)
+    def __init__(self, control: Engine, arm: Arm | None, replicas: Replicas | None) -> None:
+        self._control = control
+        self._arm = arm
+        self._replicas = replicas
+        self._made = 0
 
-    def pair(self, tokens: int) -> _Pair:
+    def pair(self, tokens: int) -> Pair:
         """Measure one prefix of ``tokens`` tokens that nobody has seen."""
-        self.made += 1
-        prefix = unique_text(self.made, tokens // BLOCK_TOKENS * BLOCK_TOKENS)
-        first, second, third = (prefix + question for question in QUESTIONS)
-        cold = self._ask(self.control, first)
-        if self.source is None or self.reader is None:
-            return _Pair(len(prefix), cold, self._ask(self.control, second))
-        self._share(self.source, prefix)
-        if self.made % 2:
-            local = self._ask(self.control, second)
-            remote = self._ask(self.reader, second)
+        self._made += 1
+        prefix = unique_text(self._made, tokens)
+        hand_off = self._arm is not None and self._arm.hand_off
+        questions = HAND_OFF_QUESTIONS if hand_off else QUESTIONS
+        first, second, third = (prefix + question for question in questions)
+        cold = self._ask(self._control, first)
+        if self._replicas is None:
+            return Pair(tokens, cold, self._ask(self._control, second))
+        more = self._replicas.publish(prefix, questions[1])
+        reader = self._replicas.engines[1]
+        if self._made % 2:
+            local = self._ask(self._control, second)
+            remote = self._ask(reader, second, more)
         else:
-            remote = self._ask(self.reader, second)
-            local = self._ask(self.control, second)
-        own_local = self._ask(self.reader, third)
-        settle(self.directory, 2)
-        return _Pair(len(prefix), cold, local, remote, own_local)
+            remote = self._ask(reader, second, more)
+            local = self._ask(self._control, second)
+        own_local = self._ask(reader, third)
+        return Pair(tokens, cold, local, remote, own_local)
 
-    def engines(self) -> list[Engine]:
-        """Return all engines of the group."""
-        return [engine for engine in (self.control, self.source, self.reader) if engine]
+    def counters(self) -> dict[str, dict[str, Any]]:
+        """Return what the replicas count."""
+        return {} if self._replicas is None else self._replicas.describe()
 
-    def _ask(self, engine: Engine, prompt: str) -> Completion:
-        rest(self.engines())
-        return engine.stream(prompt, ANSWER)
-
-    def _share(self, source: Engine, prefix: str) -> None:
-        """Let ``source`` compute a prefix, and ``reader`` hear of all its blocks."""
-        before = self._known()
-        source.complete(prefix, max_tokens=1)
-        blocks = len(prefix) // BLOCK_TOKENS
-        wait_until(
-            lambda: self._known() >= before + blocks, f"the reader knows {blocks} more blocks", 60
-        )
-        settle(self.directory, 2)
-
-    def _known(self) -> int:
-        return int(describe(self.directory)["reader"]["control"]["mirror_blocks"])
+    def _ask(
+        self, engine: Engine, prompt: str, more: Mapping[str, Any] | None = None
+    ) -> Completion:
+        if self._replicas is not None:
+            self._replicas.settle()
+        rest([self._control])
+        return engine.stream(prompt, ANSWER, **(more or {}))
 
 
-def run(settings: Settings, report: Report) -> dict[str, Any]:
-    """Measure; ``lengths`` has one entry per prefix length, with one entry per arm in ``arms``."""
-    folder = settings.folder
-    model = make_random_llama(folder / "model", settings.shape)
-    longest = max(settings.tokens) + len(QUESTIONS[0]) + ANSWER
-    with running_directory(folder / "directory.log") as directory:
+def run(settings: Settings, report: Report, resume: Path | None = None) -> dict[str, Any]:
+    """Measure; ``lengths`` has one entry per prefix length, with one entry per arm in ``arms``.
 
-        def engine(name: str, extra: dict[str, object] | None) -> Engine:
-            return make_engine(
-                name, model=model, folder=folder, core=settings.core, longest=longest, extra=extra
+    Raises :class:`~xinference_xavier.bench.arms.ArmUnavailable` before anything starts.
+    """
+    sharing = {name: make_arm(name) for name in settings.arms if name not in LOCAL}
+    for wanted in sharing.values():
+        wanted.check()
+    chunk = max([BLOCK_TOKENS, *(arm.chunk_tokens for arm in sharing.values())])
+    lengths = settings.prefixes(chunk)
+    record = Record(resume, _fixed(settings, lengths))
+    groups: dict[str, Arm | None] = {**sharing} if sharing else {"local": None}
+    measured = {
+        name: record.arm(name, partial(_measure, settings, lengths, arm, report))
+        for name, arm in groups.items()
+    }
+    token_bytes = settings.shape.token_bytes(ELEMENT_BYTES)
+    return {
+        "lengths": [
+            judged(
+                settings.arms,
+                {name: _pairs(found["pairs"][number]) for name, found in measured.items()},
+                {name: found["counters"][number] for name, found in measured.items()},
+                token_bytes,
             )
-
-        group = _Group(engine("control", None), directory)
-        if "xavier" in settings.arms:
-            group.source = engine("source", _options(settings, directory, "source"))
-            group.reader = engine("reader", _options(settings, directory, "reader"))
-        report.say(f"starting {len(group.engines())} engines")
-        lengths = []
-        with running(group.engines()):
-            for tokens in settings.tokens:
-                with report.steps(f"pairs of {tokens} tokens", settings.pairs + 1) as step:
-                    pairs = []
-                    for _ in range(settings.pairs + 1):
-                        pairs.append(group.pair(tokens))
-                        step.done()
-                status = describe(directory)["reader"] if group.reader else None
-                lengths.append(_judged(settings, pairs, status))
-    return {"lengths": lengths}
-
-
-def _options(settings: Settings, directory: str, member: str) -> dict[str, object]:
-    return {
-        "xavier_gpu_cache_bytes": settings.gpu_cache_bytes,
-        "xavier_cpu_cache_bytes": settings.cpu_cache_bytes,
-        "xavier_transport": settings.transport,
-        "xavier_directory": directory,
-        "xavier_member": member,
-        # What is measured is the load, also where computing would be quicker.
-        "xavier_min_load_tokens": 0,
+            for number in range(len(lengths))
+        ],
+        "notes": [f"{name}: {arm.note}." for name, arm in sharing.items() if arm.note],
     }
 
 
-def _judged(
-    settings: Settings, pairs: Sequence[_Pair], status: dict[str, Any] | None
+def _fixed(settings: Settings, lengths: list[int]) -> dict[str, Any]:
+    """Return what must be equal for arms of different runs to be compared."""
+    return {
+        "core": settings.core,
+        "tokens": lengths,
+        "pairs": settings.pairs,
+        "transport": settings.transport,
+        "gpu_cache_bytes": settings.gpu_cache_bytes,
+        "cpu_cache_bytes": settings.cpu_cache_bytes,
+        "shape": asdict(settings.shape),
+    }
+
+
+def _measure(
+    settings: Settings, lengths: list[int], arm: Arm | None, report: Report
 ) -> dict[str, Any]:
-    arms = {
-        "cold": _arm([pair.cold for pair in pairs]),
-        "local": _arm([pair.local for pair in pairs])
-        | {"full_hits": sum(_full_hit(pair, pair.local) for pair in pairs[1:])},
-    }
-    if status is not None:
-        arms["xavier"] = _xavier(pairs, settings.shape.token_bytes(ELEMENT_BYTES), status)
-    return {
-        "tokens": pairs[0].prefix_tokens,
-        "pairs": len(pairs) - 1,
-        "arms": {name: arm for name, arm in arms.items() if name in settings.arms},
-        "another_prefix_differs": all(
-            not same_answer(one.local, other.local) for one, other in itertools.pairwise(pairs)
-        ),
-    }
+    """Return the pairs of each length, and the counters after it, as JSON can hold them."""
+    pairs, counters = [], []
+    title = arm.name if arm else "local"
+    report.say(f"starting the engines of {title}")
+    with _running(settings, max(lengths), arm) as group:
+        for tokens in lengths:
+            found = []
+            with report.steps(f"{title}, {tokens} tokens", settings.pairs + 1) as step:
+                for _ in range(settings.pairs + 1):
+                    found.append(asdict(group.pair(tokens)))
+                    step.done()
+            pairs.append(found)
+            counters.append(group.counters())
+    return {"pairs": pairs, "counters": counters}
 
 
-def _arm(answers: Sequence[Completion]) -> dict[str, Any]:
-    first, *rest = (_ttft(answer) for answer in answers)
-    return {
-        "ttft_p50_s": percentile(rest, 0.5),
-        "ttft_p95_s": percentile(rest, 0.95),
-        "first_ttft_s": first,
-        "ttft_s": rest,
-    }
+@contextmanager
+def _running(settings: Settings, longest: int, arm: Arm | None) -> Iterator[_Group]:
+    model = make_random_llama(settings.folder / "model", settings.shape)
+    shared = ArmSettings(
+        model,
+        settings.folder,
+        settings.core,
+        longest + len(QUESTIONS[0]) + ANSWER,
+        gpu_cache_bytes=settings.gpu_cache_bytes,
+        cpu_cache_bytes=settings.cpu_cache_bytes,
+        xavier_options={
+            "xavier_transport": settings.transport,
+            # What is measured is the load, also where computing would be quicker.
+            "xavier_min_load_tokens": 0,
+        },
+    )
+    with ExitStack() as running:
+        plain = running.enter_context(make_arm("plain").start(shared.alone()))
+        replicas = running.enter_context(arm.start(shared)) if arm else None
+        yield _Group(plain.engines[0], arm, replicas)
 
 
-def _xavier(pairs: Sequence[_Pair], token_bytes: int, status: dict[str, Any]) -> dict[str, Any]:
-    complete = [(p, p.remote, p.own_local) for p in pairs if p.remote and p.own_local]
-    arm = _arm([remote for _, remote, _ in complete])
-    arm["own_local_ttft_p50_s"] = percentile([_ttft(own) for _, _, own in complete[1:]], 0.5)
-    hits = [
-        (pair, remote)
-        for pair, remote, _ in complete[1:]
-        if _full_hit(pair, remote) and _full_hit(pair, pair.local)
+def _pairs(found: list[dict[str, Any]]) -> list[Pair]:
+    return [
+        Pair(
+            pair["prefix_tokens"],
+            Completion(**pair["cold"]),
+            Completion(**pair["local"]),
+            Completion(**pair["remote"]) if pair["remote"] else None,
+            Completion(**pair["own_local"]) if pair["own_local"] else None,
+        )
+        for pair in found
     ]
-    load = mean_interval([_ttft(r) - _ttft(p.local) for p, r in hits]) if hits else None
-    nbytes = pairs[0].prefix_tokens * token_bytes
-    source = status["sources"].get("source", {})
-    return arm | {
-        "full_hits": len(hits),
-        "loaded_bytes": nbytes,
-        "load_s": load.to_dict() if load else None,
-        "load_mb_per_s": megabytes_per_s(nbytes, load.middle) if load else None,
-        "floor_mb_per_s": FLOOR_MB_PER_S,
-        "verdict": floor_verdict(nbytes, load) if load else Verdict.NOT_RESOLVED,
-        "outputs_equal": bool(hits) and all(same_answer(r, p.local) for p, r in hits),
-        "transport": source.get("transport"),
-        "copy_mb_per_s": megabytes_per_s(source.get("nbytes", 0), source.get("seconds", 0.0)),
-        "missed": status["traffic"]["lookups_missed"],
-        "loads_failed": status["traffic"]["loads_failed"],
-    }
-
-
-def _full_hit(pair: _Pair, answer: Completion) -> bool:
-    return answer.cached_tokens == pair.prefix_tokens
-
-
-def _ttft(answer: Completion) -> float:
-    if answer.ttft_s is None:
-        raise RuntimeError("a streamed answer has no token")
-    return answer.ttft_s
-
-
-def same_answer(one: Completion, other: Completion) -> bool:
-    """Whether token ids are equal and log probabilities within :data:`LOGPROB_LIMIT`."""
-    return one.token_ids == other.token_ids and all(
-        abs(a - b) <= LOGPROB_LIMIT for a, b in zip(one.logprobs, other.logprobs, strict=True)
-    )
-
-
-def megabytes_per_s(nbytes: int, seconds: float) -> float | None:
-    """Return the rate in 10^6 bytes per second; None where no time was lost at all."""
-    return nbytes / seconds / 1e6 if seconds > 0 else None
-
-
-def floor_verdict(nbytes: int, load: Interval) -> Verdict:
-    """Judge the time of a load, which must be at most what the floor takes for its bytes."""
-    return at_most(load, nbytes / FLOOR_MB_PER_S / 1e6)
-
-
-def show(result: dict[str, Any], report: Report) -> None:
-    """Print a table per prefix length."""
-    for length in result["lengths"]:
-        rows = [
-            {"arm": name}
-            | {key: arm[key] for key in ("ttft_p50_s", "ttft_p95_s", "first_ttft_s")}
-            | {key: arm.get(key) for key in ("load_mb_per_s", "outputs_equal", "full_hits")}
-            for name, arm in length["arms"].items()
-        ]
-        title = f"Time to first token with a prefix of {length['tokens']} tokens"
-        report.table(f"{title}, {length['pairs']} pairs", rows)
-        xavier = length["arms"].get("xavier")
-        if xavier is not None:
-            _show_load(xavier, length, report)
-
-
-def _show_load(xavier: dict[str, Any], length: dict[str, Any], report: Report) -> None:
-    load = xavier["load_s"]
-    if load is None or load["low"] is None:
-        report.note(f"Too few full hits to judge; misses: {xavier['missed'] or 'none'}.")
-        return
-    report.note(
-        f"{xavier['loaded_bytes'] / 1e6:.1f} MB over {xavier['transport']} cost "
-        f"{load['middle'] * 1e3:.1f} ms more than the local hit ({load['low'] * 1e3:.1f} to "
-        f"{load['high'] * 1e3:.1f}, 95 %); {FLOOR_MB_PER_S:.0f} MB/s or more: "
-        f"{xavier['verdict']}. Another prefix gives another answer: "
-        f"{'yes' if length['another_prefix_differs'] else 'NO'}."
-    )

@@ -28,8 +28,12 @@ LAZY: Final[Mapping[str, tuple[str, str]]] = {
         "Look for what would keep replicas from sharing.",
     ),
     "console": ("xinference_xavier.ui:command", "Serve the console for the browser."),
-    "demo": ("xinference_xavier.demo:command", "Show two replicas sharing their KV cache."),
+    "demo": ("xinference_xavier.demo.main:command", "Show two replicas sharing their KV cache."),
     "bench": ("xinference_xavier.bench:command", "Measure what sharing brings, and what it costs."),
+    "soak": (
+        "xinference_xavier.cli.soak:command",
+        "Run replicas for long under random traffic, and look for what grows.",
+    ),
     "directory": (
         "xinference_xavier.cli.directory:command",
         "Run the directory of replicas without Xinference.",

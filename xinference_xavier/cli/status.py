@@ -13,27 +13,45 @@ from xinference_xavier.cli.output import (
     write_json,
 )
 from xinference_xavier.rest import Api, ApiError
-from xinference_xavier.schemas import Model, ModelStatus, PromptTokens, Replica, TierUse
+from xinference_xavier.schemas import (
+    AuditedModel,
+    Model,
+    ModelStatus,
+    PromptTokens,
+    Replica,
+    TierUse,
+)
 from xinference_xavier.sizes import format_size
 
 
 @click.command(
     epilog="Exit codes: 0 every replica is ready (or there is none); 1 the server cannot be asked, "
-    "refuses, or some replica is not ready; 2 a wrong option."
+    "refuses, some replica is not ready, or its bookkeeping not consistent; 2 a wrong option."
 )
 @click.argument("model_uid", required=False)
 @endpoint_option
 @api_key_option
+@click.option(
+    "--audit",
+    is_flag=True,
+    help="Check the bookkeeping of MODEL_UID's replicas, and show what they have in use. Their "
+    "engines may wait meanwhile, some microseconds per block.",
+)
 @json_option
 def command(
-    model_uid: str | None, endpoint: str, api_key: str | None, json_file: str | None
+    model_uid: str | None, endpoint: str, api_key: str | None, audit: bool, json_file: str | None
 ) -> None:
     """Show the GPU-first models of a server, or one of them with what its replicas share.
 
     MODEL_UID is the model's name at the server.
     """
+    if audit and model_uid is None:
+        raise click.UsageError("--audit needs a MODEL_UID")
     try:
         api = Api(endpoint, api_key)
+        if audit and model_uid is not None:
+            _show_audit(api.audit(model_uid), json_file)
+            return
         found = api.models() if model_uid is None else api.model(model_uid)
     except ApiError as error:
         raise click.ClickException(str(error)) from None
@@ -51,6 +69,22 @@ def command(
     replicas = [replica for model in models for replica in model.replicas]
     if bad := [replica.replica for replica in replicas if replica.state != "ready"]:
         raise click.ClickException(f"not ready: {', '.join(bad)}")
+
+
+def _show_audit(audited: AuditedModel, json_file: str | None) -> None:
+    if write_json(json_file, audited.model_dump()):
+        rows = [
+            {
+                "replica": replica.replica,
+                "bookkeeping": replica.error or replica.contradiction or "consistent",
+                "in_use": ", ".join(f"{count} {name}" for name, count in replica.in_use.items()),
+            }
+            for replica in audited.replicas
+        ]
+        print_table(f"{audited.model_uid}: what its replicas have in use", rows)
+    if not audited.consistent:
+        bad = [one.replica for one in audited.replicas if one.error or one.contradiction]
+        raise click.ClickException(f"not consistent, or not checked: {', '.join(bad)}")
 
 
 def _show(model: Model | ModelStatus) -> None:

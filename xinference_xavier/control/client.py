@@ -4,23 +4,55 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import xoscar as xo
 
 from xinference_xavier.control.directory_actor import DirectoryActor, directory_uid
-from xinference_xavier.control.messages import MemberInfo, Timing
+from xinference_xavier.control.messages import Credential, MemberInfo, Timing
+from xinference_xavier.control.trust import GroupKey
 
 PEER_UID = "xinference-xavier-peer"
 
-PEER_METHODS = ("describe", "clear", "set_limits", "close")
+PEER_METHODS = ("describe", "audit", "clear", "set_limits", "close")
 """What operators may ask of a peer."""
 
 LOOPBACK = "127.0.0.1"
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """How to ask a peer: its address ("host:port"), and what it wants to see."""
+
+    address: str
+    credential: Credential
+
+    def to_text(self) -> str:
+        """Return a text, which is secret, for :meth:`from_text`."""
+        shown = self.credential
+        return f"{self.address} {shown.fingerprint.hex()} {shown.epoch} {shown.proof.hex()}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Contact:
+        """Return the contact of :meth:`to_text`. Raises ValueError for any other text."""
+        address, fingerprint, epoch, proof = text.split(" ")
+        shown = Credential(bytes.fromhex(fingerprint), int(epoch), bytes.fromhex(proof))
+        return cls(address, shown)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A replica that is in a directory, for who wants to ask it."""
+
+    number: int
+    info: MemberInfo
+    contact: Contact
 
 
 async def bounded(call: Awaitable[T], timeout_s: float) -> T:
@@ -83,38 +115,50 @@ async def directory_ref(
     except xo.ActorNotExist:
         if not create:
             raise
-    try:
-        return await bounded(
-            xo.create_actor(DirectoryActor, timing.heartbeat_s, address=address, uid=uid), limit
-        )
-    except xo.ActorAlreadyExist:  # another member was quicker
-        return await bounded(xo.actor_ref(address=address, uid=uid), limit)
+    # A pool that listens on every address knows itself by the wildcard alone, and refuses to make
+    # actors at ``address``; so ask for its main process, and then for a reference that leads there.
+    creation = xo.create_actor(
+        DirectoryActor,
+        timing.heartbeat_s,
+        address=address,
+        uid=uid,
+        allocate_strategy=xo.allocate_strategy.MainPool(),
+    )
+    with contextlib.suppress(xo.ActorAlreadyExist):  # another member was quicker
+        await bounded(creation, limit)
+    return await bounded(xo.actor_ref(address=address, uid=uid), limit)
 
 
-async def directory_members(
-    address: str, namespace: str, *, timeout_s: float = 2.0
-) -> list[tuple[bytes, int, MemberInfo]]:
-    """List (fingerprint, number, member) of a namespace; empty where no directory exists yet.
+async def directory_members(address: str, key: GroupKey, *, timeout_s: float = 2.0) -> list[Member]:
+    """List the members of the key's namespace; empty where no directory exists yet.
 
-    Raises ``OSError`` (``TimeoutError`` is one) if nothing answers within ``timeout_s`` in all.
+    Replicas that have another secret are not in it. Raises ``OSError`` (``TimeoutError`` is one)
+    if nothing answers within ``timeout_s`` in all.
     """
 
-    async def call() -> list[tuple[bytes, int, MemberInfo]]:
+    async def call() -> list[Member]:
         timing = Timing(call_timeout_s=timeout_s)
         try:
-            ref = await directory_ref(address, namespace, timing, create=False)
+            ref = await directory_ref(address, key.namespace, timing, create=False)
         except xo.ActorNotExist:
             return []
-        members: list[tuple[bytes, int, MemberInfo]] = await ref.members()
-        return members
+        return [
+            Member(number, info, contact_of(info, fingerprint, key))
+            for fingerprint, number, info in await ref.members(key.admission())
+        ]
 
     return await bounded(call(), timeout_s)
 
 
+def contact_of(info: MemberInfo, fingerprint: bytes, key: GroupKey) -> Contact:
+    """Return how to ask a member of a group."""
+    return Contact(info.address, key.credential(fingerprint, info.name, info.epoch))
+
+
 async def peer_call(
-    address: str, method: str, *args: Any, timeout_s: float = 5.0
+    contact: Contact, method: str, *args: Any, timeout_s: float = 5.0
 ) -> dict[str, Any]:
-    """Call ``describe``, ``clear``, ``set_limits`` or ``close`` of the peer at ``address``.
+    """Call one of :data:`PEER_METHODS` of a peer. Raises PermissionError if it refuses us.
 
     ``close`` takes its own deadline in seconds as an argument; give ``timeout_s`` a little more.
     """
@@ -122,9 +166,9 @@ async def peer_call(
         raise ValueError(f"method={method!r} is not one of {', '.join(PEER_METHODS)}")
 
     async def call() -> dict[str, Any]:
-        await reach(address, timeout_s)
-        ref = await xo.actor_ref(address=unbracketed(address), uid=PEER_UID)
-        answer: dict[str, Any] = await getattr(ref, method)(*args)
+        await reach(contact.address, timeout_s)
+        ref = await xo.actor_ref(address=unbracketed(contact.address), uid=PEER_UID)
+        answer: dict[str, Any] = await getattr(ref, method)(contact.credential, *args)
         return answer
 
     return await bounded(call(), timeout_s)

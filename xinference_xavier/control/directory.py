@@ -3,11 +3,11 @@
 
 Pure: no clock, no sockets, no tasks; ``directory_actor`` adds those. One thread only.
 
-A group is the members that share a fingerprint. Its table maps key -> set of members. Every
-change also goes into a bounded log, which the members poll from their cursor on. A member whose
-cursor has left the log reads a *fuzzy* snapshot instead: pages of the live table, and then the
-log from where it was when the first page was made. All changes in the log set or clear bits, so
-replaying those that a page already shows does no harm.
+A group is the members that share a fingerprint and an admission. Its table maps key -> set of
+members. Every change also goes into a bounded log, which the members poll from their cursor on. A
+member whose cursor has left the log reads a *fuzzy* snapshot instead: pages of the live table, and
+then the log from where it was when the first page was made. All changes in the log set or clear
+bits, so replaying those that a page already shows does no harm.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from xinference_xavier.control.messages import (
+    DIGEST_BYTES,
     MAX_KEYS,
     Cursor,
     Delta,
@@ -31,6 +32,7 @@ from xinference_xavier.control.messages import (
     Ticket,
     Update,
     check_keys,
+    check_member,
     pack_keys,
     unpack_keys,
 )
@@ -217,20 +219,24 @@ class DirectoryCore:
         self._page_keys = page_keys
         self._groups: dict[bytes, _Group] = {}
 
-    def join(self, fingerprint: bytes, info: MemberInfo, now: float) -> Joined:
-        """Admit a member; an older life of the same name goes at once."""
-        group = self._groups.get(fingerprint)
+    def join(self, group_id: bytes, info: MemberInfo, now: float) -> Joined:
+        """Admit a member; an older life of the same name goes at once.
+
+        Raises ValueError for what is none: every other member would meet it.
+        """
+        check_member(info)
+        group = self._groups.get(group_id)
         if group is None:
-            group = self._groups[fingerprint] = _Group(self._log_keys, self._page_keys)
+            group = self._groups[group_id] = _Group(self._log_keys, self._page_keys)
         number = group.admit(info, now)
-        ticket = Ticket(self.incarnation, fingerprint, number, info.epoch)
-        return Joined(ticket, self.heartbeat_s)
+        ticket = Ticket(self.incarnation, group_id, number, info.epoch)
+        return Joined(ticket, self.heartbeat_s, self._strangers(group_id))
 
     def leave(self, ticket: Ticket) -> Reply:
         """Dismiss a member that says goodbye."""
         if self._find(ticket) is None:
             return Reply.STALE
-        self._groups[ticket.fingerprint].dismiss(ticket.number)
+        self._groups[ticket.group].dismiss(ticket.number)
         return Reply.OK
 
     def touch(self, ticket: Ticket, now: float) -> Reply:
@@ -246,6 +252,8 @@ class DirectoryCore:
         member = self._find(ticket)
         if member is None:
             return Reply.STALE
+        if not isinstance(publication.seq, int):
+            raise ValueError(f"publication {publication.seq!r:.80} has no number")
         keys = check_keys(publication.added) + check_keys(publication.removed)
         if keys > MAX_KEYS or (keys and publication.clear):
             raise ValueError(
@@ -254,7 +262,7 @@ class DirectoryCore:
             )
         if publication.seq <= member.seq:
             return Reply.OK
-        group = self._groups[ticket.fingerprint]
+        group = self._groups[ticket.group]
         if publication.clear:
             group.clear(ticket.number)
         elif publication.seq > member.seq + 1:
@@ -268,13 +276,13 @@ class DirectoryCore:
         """Return what happened to the *other* members since ``cursor`` (None: everything)."""
         if self._find(ticket) is None:
             return Reply.STALE
-        return self._groups[ticket.fingerprint].read(ticket.number, cursor)
+        return self._groups[ticket.group].read(ticket.number, cursor)
 
     def holders(self, ticket: Ticket, keys: bytes) -> list[int] | Reply:
         """Return the set of other members that hold each key."""
         if self._find(ticket) is None:
             return Reply.STALE
-        group = self._groups[ticket.fingerprint]
+        group = self._groups[ticket.group]
         own = 1 << ticket.number
         return [group.holders(key) & ~own for key in unpack_keys(keys)]
 
@@ -282,11 +290,11 @@ class DirectoryCore:
         """Dismiss members that were silent for too long; return their groups and who they were."""
         gone = []
         limit = self.heartbeat_s * EXPIRE_SHARE
-        for fingerprint, group in self._groups.items():
+        for group_id, group in self._groups.items():
             for number, member in list(group.members.items()):
                 if now - member.last_seen > limit:
                     group.dismiss(number)
-                    gone.append((fingerprint, member.info))
+                    gone.append((group_id, member.info))
         return gone
 
     def forgive(self, now: float) -> None:
@@ -298,18 +306,18 @@ class DirectoryCore:
     def sweep(self) -> bool:
         """Do one short step of forgetting the keys of dead members; False when all is done."""
         more = False
-        for fingerprint, group in list(self._groups.items()):
+        for group_id, group in list(self._groups.items()):
             if group.sweep():
                 more = True
             elif not group.members:
-                del self._groups[fingerprint]
+                del self._groups[group_id]
         return more
 
     def members(self) -> list[tuple[bytes, int, MemberInfo]]:
-        """List (fingerprint, number, member) of all groups."""
+        """List (group, number, member) of all groups."""
         return [
-            (fingerprint, number, member.info)
-            for fingerprint, group in self._groups.items()
+            (group_id, number, member.info)
+            for group_id, group in self._groups.items()
             for number, member in group.members.items()
         ]
 
@@ -322,9 +330,18 @@ class DirectoryCore:
             "keys": sum(len(group.table) for group in groups),
         }
 
+    def _strangers(self, group_id: bytes) -> int:
+        """Count the members of other groups that have the same fingerprint."""
+        fingerprint = group_id[-DIGEST_BYTES:]
+        return sum(
+            len(group.members)
+            for other, group in self._groups.items()
+            if other != group_id and other.endswith(fingerprint)
+        )
+
     def _find(self, ticket: Ticket) -> _Member | None:
         if ticket.incarnation != self.incarnation:
             return None
-        group = self._groups.get(ticket.fingerprint)
+        group = self._groups.get(ticket.group)
         member = None if group is None else group.members.get(ticket.number)
         return member if member is not None and member.info.epoch == ticket.epoch else None

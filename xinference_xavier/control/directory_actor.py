@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
 import secrets
 import signal
@@ -20,6 +21,7 @@ import xoscar as xo
 from xinference_xavier.control.actors import no_lock
 from xinference_xavier.control.directory import DirectoryCore
 from xinference_xavier.control.messages import (
+    DIGEST_BYTES,
     Cursor,
     Joined,
     MemberInfo,
@@ -27,6 +29,7 @@ from xinference_xavier.control.messages import (
     Reply,
     Ticket,
     Update,
+    group_id,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,24 +65,29 @@ class DirectoryActor(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
             task.cancel()
 
     @no_lock
-    async def join(self, fingerprint: bytes, info: MemberInfo) -> Joined:
-        joined = self._core.join(fingerprint, info, time.monotonic())
+    async def join(self, admission: bytes, fingerprint: bytes, info: MemberInfo) -> Joined:
+        """Admit a member to the group of this admission and fingerprint, whoever it is.
+
+        Nothing is compared: who shows another admission is in a group of its own.
+        """
+        group = group_id(admission, fingerprint)
+        joined = self._core.join(group, info, time.monotonic())
         logger.info("%s joined as member %d from %s", info.name, joined.ticket.number, info.address)
-        self._wake(fingerprint)
+        self._wake(group)
         self._populated.set()
         return joined
 
     @no_lock
     async def leave(self, ticket: Ticket) -> Reply:
         reply = self._core.leave(ticket)
-        self._wake(ticket.fingerprint)
+        self._wake(ticket.group)
         return reply
 
     @no_lock
     async def publish(self, ticket: Ticket, publication: Publication) -> Reply:
         self._core.touch(ticket, time.monotonic())
         reply = self._core.publish(ticket, publication)
-        self._wake(ticket.fingerprint)
+        self._wake(ticket.group)
         if publication.clear:
             while self._core.sweep():
                 await asyncio.sleep(0)
@@ -89,11 +97,13 @@ class DirectoryActor(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
     async def poll(self, ticket: Ticket, cursor: Cursor | None, wait_s: float) -> Update | Reply:
         """Return news since ``cursor``, waiting for them for at most ``wait_s`` seconds.
 
-        Only its arrival counts as a sign of life: the wait may outlast the one who waits.
+        No longer than the heartbeat limit, after which nobody waits any more. Only its arrival
+        counts as a sign of life: the wait may outlast the one who waits.
         """
         now = time.monotonic()
         self._core.touch(ticket, now)
-        deadline = now + wait_s
+        limit = self._core.heartbeat_s
+        deadline = now + (wait_s if 0 <= wait_s <= limit else limit)
         while True:
             answer = self._core.read(ticket, cursor)
             if isinstance(answer, Reply) or answer.events or answer.reset:
@@ -102,7 +112,7 @@ class DirectoryActor(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return answer
-                changed = self._changed.setdefault(ticket.fingerprint, asyncio.Event())
+                changed = self._changed.setdefault(ticket.group, asyncio.Event())
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(changed.wait(), left)
             cursor = answer.cursor
@@ -113,15 +123,20 @@ class DirectoryActor(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
         return self._core.holders(ticket, keys)
 
     @no_lock
-    async def members(self) -> list[tuple[bytes, int, MemberInfo]]:
-        return self._core.members()
+    async def members(self, admission: bytes) -> list[tuple[bytes, int, MemberInfo]]:
+        """List (fingerprint, number, member) of those that joined with this admission."""
+        return [
+            (group[DIGEST_BYTES:], number, info)
+            for group, number, info in self._core.members()
+            if hmac.compare_digest(group[:DIGEST_BYTES], admission)
+        ]
 
     @no_lock
     async def describe(self) -> dict[str, int]:
         return self._core.counts()
 
-    def _wake(self, fingerprint: bytes) -> None:
-        if event := self._changed.pop(fingerprint, None):
+    def _wake(self, group: bytes) -> None:
+        if event := self._changed.pop(group, None):
             event.set()
         self._dirty.set()
 
@@ -137,9 +152,9 @@ class DirectoryActor(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
             if now > due + interval:
                 # This process was stopped or busy: what the members said meanwhile is unread.
                 self._core.forgive(now)
-            for fingerprint, info in self._core.expire(now):
+            for group, info in self._core.expire(now):
                 logger.warning("%s at %s was silent for too long: gone", info.name, info.address)
-                self._wake(fingerprint)
+                self._wake(group)
 
     async def _sweep(self) -> None:
         while True:

@@ -23,6 +23,7 @@ from xinference_xavier.control.messages import MemberInfo, Refused, Timing
 if TYPE_CHECKING:
     from xinference_xavier.control.mirror import Mirror
     from xinference_xavier.control.peer import PeerActor
+    from xinference_xavier.control.trust import GroupKey
     from xinference_xavier.transport.base import WorkerHandle
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,15 @@ class Group:
     member by number, its workers' handles included once it was met.
     """
 
-    def __init__(self, *, fingerprint: bytes, mirror: Mirror, timing: Timing) -> None:
+    def __init__(
+        self, *, fingerprint: bytes, key: GroupKey, ranks: int, mirror: Mirror, timing: Timing
+    ) -> None:
+        """``ranks`` is the number of workers of each member."""
         self.usable = 0
         self.infos: dict[int, MemberInfo] = {}
         self._fingerprint = fingerprint
+        self._key = key
+        self._ranks = ranks
         self._mirror = mirror
         self._timing = timing
         self._peers: dict[int, Peer] = {}
@@ -83,7 +89,8 @@ class Group:
         known = self._before_reset.pop(info.epoch, None)
         timing = self._timing
         breaker = Breaker(timing.breaker_min_s, timing.breaker_max_s)
-        peer = Peer(number, info, known.breaker if known else breaker)
+        credential = self._key.credential(self._fingerprint, info.name, info.epoch)
+        peer = Peer(number, info, credential, known.breaker if known else breaker)
         if known is not None and known.ref is not None:
             peer.info, peer.ref = known.info, known.ref
         self._peers[number] = peer
@@ -158,13 +165,19 @@ class Group:
                 delay = min(delay * 2, self._timing.breaker_max_s)
 
     async def _introduced(self, peer: Peer) -> bool:
+        # Here, because it brings torch: what only runs a directory imports this module, too.
+        from xinference_xavier.transport.handles import check_handles
+
         async def call() -> tuple[xo.ActorRefType[PeerActor], tuple[WorkerHandle, ...] | Refused]:
             await reach(peer.info.address, self._timing.call_timeout_s)
             ref = await xo.actor_ref(address=peer.info.address, uid=PEER_UID)
-            return ref, await ref.introduce(self._fingerprint, peer.info.epoch)
+            answer = await ref.introduce(peer.credential)
+            return ref, answer if isinstance(answer, Refused) else check_handles(answer)
 
         try:
             ref, answer = await bounded(call(), self._timing.call_timeout_s)
+            if not isinstance(answer, Refused) and len(answer) != self._ranks:
+                raise ValueError(f"handles of {len(answer)} workers, not of {self._ranks}")
         except Exception as error:
             # A member that cannot be reached is not used, whatever the cause.
             peer.breaker.reason = describe(error)
@@ -175,7 +188,7 @@ class Group:
             peer.breaker.probed(False, time.monotonic())
             return False
         peer.ref = ref
-        peer.info = replace(peer.info, workers=tuple(answer))
+        peer.info = replace(peer.info, workers=answer)
         peer.breaker.probed(True, time.monotonic())
         if self._peers.get(peer.number) is peer:
             self.infos[peer.number] = peer.info

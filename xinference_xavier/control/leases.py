@@ -21,6 +21,8 @@ from xinference_xavier.control.breaker import Breaker, Plane
 from xinference_xavier.control.client import bounded
 from xinference_xavier.control.messages import (
     MAX_KEYS,
+    NAME_CHARACTERS,
+    Credential,
     LeaseGrant,
     MemberInfo,
     Refused,
@@ -29,6 +31,7 @@ from xinference_xavier.control.messages import (
     pack_keys,
     unpack_rows,
 )
+from xinference_xavier.store.jobs import Tier
 
 if TYPE_CHECKING:
     from xinference_xavier.control.peer import PeerActor
@@ -101,10 +104,14 @@ class Reservation:
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """Another member, as this replica knows it; ``ref`` is None until it has answered once."""
+    """Another member, as this replica knows it; ``ref`` is None until it has answered once.
+
+    ``credential`` is what it wants to see with each call.
+    """
 
     number: int
     info: MemberInfo
+    credential: Credential
     breaker: Breaker
     ref: xo.ActorRefType[PeerActor] | None = None
     meeting: asyncio.Task[None] | None = None
@@ -125,14 +132,12 @@ class LeaseKeeper:
     def __init__(
         self,
         *,
-        fingerprint: bytes,
         reader: Callable[[], str],
         timing: Timing,
         judged: Callable[[Peer], None],
         missed: Callable[[Peer, bytes], None],
     ) -> None:
         self.counters: Counter[str] = Counter()
-        self._fingerprint = fingerprint
         self._reader = reader
         self._timing = timing
         self._judged = judged
@@ -239,15 +244,15 @@ class LeaseKeeper:
         sent = time.monotonic()
         duration = self._timing.promise_s
         call = ref.reserve(
-            self._fingerprint,
-            peer.info.epoch,
+            peer.credential,
             self._reader(),
-            reservation.request_id,
+            reservation.request_id[:NAME_CHARACTERS],  # clients may choose it
             pack_keys(keys[:MAX_KEYS]),
             duration,
         )
         try:
             answer = await bounded(call, self._timing.reserve_timeout_s)
+            rows = [] if isinstance(answer, Refused) else _granted_rows(answer, len(keys))
         except Exception as error:
             # Whatever a peer or the network does is a failed reservation, never more.
             self._failed(reservation, describe(error))
@@ -262,13 +267,18 @@ class LeaseKeeper:
             return
         peer.breaker.success(Plane.CONTROL)
         self._judged(peer)
-        self._arrived(reservation, peer, answer, sent + duration)
+        self._arrived(reservation, peer, answer, rows, sent + duration)
         granted = len(reservation.rows)
         if answer.missing and granted < len(keys):
             self._missed(peer, keys[granted])
 
     def _arrived(
-        self, reservation: Reservation, peer: Peer, answer: LeaseGrant, expires: float
+        self,
+        reservation: Reservation,
+        peer: Peer,
+        answer: LeaseGrant,
+        rows: list[Row],
+        expires: float,
     ) -> None:
         if not answer.lease_id:
             self._failed(reservation, "not held")
@@ -277,7 +287,7 @@ class LeaseKeeper:
         # Entered before it is looked at: a release that the engine thread posts from now on
         # finds it here.
         self._granted[reservation] = peer
-        reservation.grant(answer.lease_id, unpack_rows(answer.rows), expires, answer.further)
+        reservation.grant(answer.lease_id, rows, expires, answer.further)
         self.counters["granted"] += 1
         if peer.breaker.on_trial(reservation):
             # Its request may wait for long; nothing can be loaded under an expired promise.
@@ -311,8 +321,10 @@ class LeaseKeeper:
         leases = [lease for reservation in reservations for lease in reservation.leases]
         try:
             alive = await bounded(
-                peer.ref.renew(peer.info.epoch, leases, duration), self._timing.call_timeout_s
+                peer.ref.renew(peer.credential, leases, duration), self._timing.call_timeout_s
             )
+            if len(alive) != len(leases):
+                raise ValueError(f"{len(alive)} answers for {len(leases)} leases")
         except Exception as error:
             # The next round tries again; until then ``expires`` tells how long the lease lasts.
             self.counters["renewals failed"] += 1
@@ -334,11 +346,25 @@ class LeaseKeeper:
         if peer.ref is None:
             return
         try:
-            await bounded(peer.ref.release(peer.info.epoch, leases), self._timing.call_timeout_s)
+            await bounded(peer.ref.release(peer.credential, leases), self._timing.call_timeout_s)
         except Exception as error:
             # The source's reaper ends them instead.
             self.counters["releases failed"] += len(leases)
             self._call_failed(peer, error)
+
+
+def _granted_rows(answer: LeaseGrant, asked: int) -> list[Row]:
+    """Return the rows of a grant for ``asked`` blocks; raises what shows that it is none.
+
+    Rows that make no sense would fail the load or, where there are too many, promise vLLM blocks
+    that its request does not have.
+    """
+    rows = unpack_rows(answer.rows)
+    if len(rows) > asked:
+        raise ValueError(f"{len(rows)} rows for {asked} blocks")
+    if unknown := {tier for tier, _, _ in rows} - set(Tier):
+        raise ValueError(f"rows of unknown tiers {sorted(unknown)}")
+    return rows
 
 
 def describe(error: BaseException) -> str:

@@ -12,19 +12,27 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 from struct import iter_unpack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from xinference_xavier.store.records import KEY_BYTES
 
 if TYPE_CHECKING:
     from xinference_xavier.transport.base import WorkerHandle
 
+T = TypeVar("T")
+
 MAX_KEYS = 4096
 """Keys in one message, at most: 128 KiB, some milliseconds of work on any side."""
+
+DIGEST_BYTES = 32
+"""Length of a fingerprint, and of what is made from a group's secret."""
+
+NAME_CHARACTERS = 1024
+"""Longest name, of a member or a request, and longest address."""
 
 Row = tuple[int, int, int]
 """Tier, slot, generation of one leased block."""
@@ -81,20 +89,40 @@ class MemberInfo:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a member shows with every message after it joined."""
+    """What a member shows with every message to the directory after it joined.
+
+    ``group`` is its admission and its fingerprint, see :func:`group_id`.
+    """
 
     incarnation: int
-    fingerprint: bytes
+    group: bytes = field(repr=False)
     number: int
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
+class Credential:
+    """What a member wants to see with every call: its group's fingerprint, its epoch, and a proof.
+
+    ``proof`` (32 bytes) is made from the group's secret, see ``trust``.
+    """
+
+    fingerprint: bytes
+    epoch: int
+    proof: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Joined:
-    """Answer to a join. ``heartbeat_s`` is the directory's, whoever created it."""
+    """Answer to a join. ``heartbeat_s`` is the directory's, whoever created it.
+
+    ``strangers`` counts members with the same fingerprint that showed another admission: of the
+    same model, but with another secret.
+    """
 
     ticket: Ticket
     heartbeat_s: float
+    strangers: int = 0
 
 
 class Reply(Enum):
@@ -171,6 +199,7 @@ class Refused(Enum):
 
     FINGERPRINT = "wrong fingerprint"
     EPOCH = "stale epoch"
+    SECRET = "wrong secret"
     DRAINING = "draining"
     CLOSED = "closed"
 
@@ -190,6 +219,33 @@ class LeaseGrant:
     missing: bool = False
 
 
+def group_id(admission: bytes, fingerprint: bytes) -> bytes:
+    """Return what names a group at its directory; ``ValueError`` unless both have 32 bytes."""
+    if len(admission) != DIGEST_BYTES or len(fingerprint) != DIGEST_BYTES:
+        raise ValueError(
+            f"an admission of {len(admission)} bytes and a fingerprint of {len(fingerprint)}: both "
+            f"have {DIGEST_BYTES}"
+        )
+    return admission + fingerprint
+
+
+def check_member(info: object) -> None:
+    """Raise ``ValueError`` unless ``info`` is a :class:`MemberInfo` that every member can use."""
+    good = isinstance(info, MemberInfo) and (
+        all(_is_name(text) for text in (info.name, info.address, info.host_id))
+        and isinstance(info.epoch, int)
+        and 0 <= info.epoch < 1 << 63
+        and isinstance(info.started, int | float)
+        and info.workers == ()
+    )
+    if not good:
+        raise ValueError(f"no member: {info!r:.200}")
+
+
+def _is_name(text: object) -> bool:
+    return isinstance(text, str) and 0 < len(text) <= NAME_CHARACTERS
+
+
 def pack_keys(keys: Iterable[bytes]) -> bytes:
     """Concatenate keys for one message."""
     return b"".join(keys)
@@ -203,6 +259,8 @@ def unpack_keys(packed: bytes) -> list[bytes]:
 
 def check_keys(packed: bytes) -> int:
     """Return the number of keys in ``packed``; ``ValueError`` if they cannot be keys."""
+    if not isinstance(packed, bytes):
+        raise ValueError(f"keys of type {type(packed).__name__}")
     count, rest = divmod(len(packed), KEY_BYTES)
     if rest:
         raise ValueError(f"{len(packed)} bytes of keys are not a multiple of {KEY_BYTES}")
@@ -211,10 +269,10 @@ def check_keys(packed: bytes) -> int:
     return count
 
 
-def chunks(keys: Sequence[bytes], size: int = MAX_KEYS) -> Iterator[Sequence[bytes]]:
-    """Cut a sequence of keys into message-sized pieces."""
-    for start in range(0, len(keys), size):
-        yield keys[start : start + size]
+def chunks(items: Sequence[T], size: int = MAX_KEYS) -> Iterator[Sequence[T]]:
+    """Cut a sequence into pieces, of as many keys as go into a message by default."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
 
 
 def pack_rows(rows: Iterable[Sequence[int]]) -> bytes:

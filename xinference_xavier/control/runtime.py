@@ -24,6 +24,7 @@ import xoscar as xo
 
 from xinference_xavier.control.client import (
     PEER_UID,
+    Contact,
     directory_members,
     peer_call,
     route_address,
@@ -40,6 +41,7 @@ from xinference_xavier.control.leases import (
 from xinference_xavier.control.messages import MemberInfo, Timing
 from xinference_xavier.control.mirror import Mirror
 from xinference_xavier.control.peer import (
+    AuditHook,
     ClearHook,
     CloseHook,
     LimitHook,
@@ -52,6 +54,7 @@ from xinference_xavier.control.session import DirectorySession, Outbox
 from xinference_xavier.store.threads import start_thread
 
 if TYPE_CHECKING:
+    from xinference_xavier.control.trust import GroupKey
     from xinference_xavier.store.index import SnapshotIndex
     from xinference_xavier.transport.base import WorkerHandle
 
@@ -74,10 +77,10 @@ ASKS_IN_FLIGHT = 64
 class ControlRuntime:
     """One replica's part in its group.
 
-    ``name`` is stable over restarts and unique in the namespace; ``host`` is the address to
-    advertise (None: the local one on the route to the directory); ``directory`` is "host:port"
-    (None: nothing is shared, but the peer still answers). ``workers`` are the handles of all
-    ranks. The hooks are called on threads of their own, never on the loop, but for
+    ``name`` is stable over restarts and unique in the namespace of ``key``; ``host`` is the
+    address to advertise (None: the local one on the route to the directory); ``directory`` is
+    "host:port" (None: nothing is shared, but the peer still answers). ``workers`` are the
+    handles of all ranks. The hooks are called on threads of their own, never on the loop, but for
     ``withdraw_hook``: see :class:`~xinference_xavier.control.peer.PeerState`.
     """
 
@@ -89,10 +92,11 @@ class ControlRuntime:
         name: str,
         host: str | None,
         directory: str | None,
-        namespace: str,
+        key: GroupKey,
         fingerprint: bytes,
         workers: tuple[WorkerHandle, ...],
         status_hook: StatusHook,
+        audit_hook: AuditHook,
         clear_hook: ClearHook,
         close_hook: CloseHook,
         limit_hook: LimitHook,
@@ -118,17 +122,24 @@ class ControlRuntime:
             fingerprint=fingerprint,
             workers=workers,
             status_hook=status_hook,
+            audit_hook=audit_hook,
             clear_hook=clear_hook,
             close_hook=close_hook,
             limit_hook=limit_hook,
             withdraw_hook=withdraw_hook,
             timing=self._timing,
         )
+        self._key = key
         self._epoch = self._new_epoch()
         self._outbox = Outbox()
-        self._group = Group(fingerprint=fingerprint, mirror=mirror, timing=self._timing)
-        self._keeper = LeaseKeeper(
+        self._group = Group(
             fingerprint=fingerprint,
+            key=key,
+            ranks=len(workers),
+            mirror=mirror,
+            timing=self._timing,
+        )
+        self._keeper = LeaseKeeper(
             reader=lambda: f"{name}:{self._epoch}",
             timing=self._timing,
             judged=self._group.judged,
@@ -140,7 +151,7 @@ class ControlRuntime:
         if directory is not None:
             self._session = DirectorySession(
                 address=directory,
-                namespace=namespace,
+                key=key,
                 fingerprint=fingerprint,
                 introduce=self._introduce,
                 index=index,
@@ -202,6 +213,11 @@ class ControlRuntime:
     def address(self) -> str:
         """ "host:port" of the peer, once started."""
         return self._address
+
+    @property
+    def contact(self) -> Contact:
+        """How to ask the peer, once started."""
+        return Contact(self._address, self._state.credentials[self._epoch])
 
     @property
     def epoch(self) -> int:
@@ -287,6 +303,8 @@ class ControlRuntime:
             "joins": session.joins if session else 0,
             "directory_failures": session.failures if session else 0,
             "directory_error": session.last_error if session else None,
+            "strangers": session.strangers if session else 0,
+            "refused_calls": dict(self._state.refused),
             "mirror_blocks": len(self._mirror),
             "mirror_overflowed": self._mirror.overflowed,
             "leases_at_others": self._keeper.held(),
@@ -360,7 +378,8 @@ class ControlRuntime:
 
     def _new_epoch(self) -> int:
         epoch = secrets.randbits(63)
-        self._state.epochs.add(epoch)
+        state = self._state
+        state.credentials[epoch] = self._key.credential(state.fingerprint, self._name, epoch)
         return epoch
 
     def _introduce(self, again: bool) -> MemberInfo:

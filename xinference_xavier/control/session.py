@@ -39,6 +39,7 @@ from xinference_xavier.store.records import StoreClosed
 
 if TYPE_CHECKING:
     from xinference_xavier.control.directory_actor import DirectoryActor
+    from xinference_xavier.control.trust import GroupKey
     from xinference_xavier.store.index import SnapshotIndex
 
 logger = logging.getLogger(__name__)
@@ -158,7 +159,7 @@ class Members(Protocol):
 
 
 class DirectorySession:
-    """Keeps this replica a member of ``namespace`` at ``address`` for as long as it runs.
+    """Keeps this replica a member of the key's namespace at ``address`` for as long as it runs.
 
     ``introduce(again)`` returns how to present ourselves; ``again`` asks for a new epoch, because
     the directory did not know the last one any more.
@@ -168,7 +169,7 @@ class DirectorySession:
         self,
         *,
         address: str,
-        namespace: str,
+        key: GroupKey,
         fingerprint: bytes,
         introduce: Callable[[bool], MemberInfo],
         index: SnapshotIndex,
@@ -182,9 +183,10 @@ class DirectorySession:
         self.ticket: Ticket | None = None
         self.joins = 0
         self.failures = 0
+        self.strangers = 0
         self.last_error: str | None = None
         self._address = address
-        self._namespace = namespace
+        self._key = key
         self._fingerprint = fingerprint
         self._introduce = introduce
         self._index = index
@@ -264,11 +266,19 @@ class DirectorySession:
         delay = self._timing.retry_min_s
         while True:
             try:
-                self._ref = await directory_ref(self._address, self._namespace, self._timing)
+                self._ref = await directory_ref(self._address, self._key.namespace, self._timing)
                 joined = await bounded(
-                    self._ref.join(self._fingerprint, self._introduce(self.joins > 0)),
+                    self._ref.join(
+                        self._key.admission(),
+                        self._fingerprint,
+                        self._introduce(self.joins > 0),
+                    ),
                     self._timing.call_timeout_s,
                 )
+                # Read here: an answer that is none must not end the attempts either.
+                ticket: Ticket = joined.ticket
+                strangers: int = joined.strangers
+                self._poll_s = joined.heartbeat_s / POLLS_PER_HEARTBEAT
             except Exception as error:
                 # Nothing that a directory does may end the attempts to find it again.
                 self._failed(error)
@@ -276,11 +286,10 @@ class DirectorySession:
                 delay = min(delay * 2, self._timing.retry_max_s)
                 continue
             self.joins += 1
-            ticket: Ticket = joined.ticket
             self.ticket = ticket
-            self._poll_s = joined.heartbeat_s / POLLS_PER_HEARTBEAT
             self._seq = 0
             self._answered()
+            self._met_strangers(strangers)
             return ticket
 
     async def _call(self, wait_s: float, method: str, *args: Any) -> Any:
@@ -325,8 +334,19 @@ class DirectorySession:
 
     def _answered(self) -> None:
         if not self.connected:
-            logger.info("member of the directory %s at %s", self._namespace, self._address)
+            logger.info("member of the directory %s at %s", self._key.namespace, self._address)
         self.connected = True
+
+    def _met_strangers(self, count: int) -> None:
+        self.strangers = count
+        if count:
+            logger.error(
+                "%d replicas of this model in %s have another secret, and nothing is shared with "
+                "them: give all replicas the same XINFERENCE_XAVIER_SECRET or "
+                "XINFERENCE_XAVIER_SECRET_FILE",
+                count,
+                self._key.namespace,
+            )
 
     # -- publishing ----------------------------------------------------------------------------
 

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``xinference-xavier demo``: two real vLLM replicas in a real Xinference share their KV cache.
 
-``server`` starts and ends Xinference, ``replicas`` asks questions and looks at counters, ``story``
-does the five parts, ``judge`` says whether each of them is so, ``answers`` compares answers,
-``leftovers`` looks for what stayed behind, ``report`` shows it all.
+``main`` is the command, ``server`` starts and ends Xinference, ``replicas`` asks questions and
+looks at counters, ``story`` does the five parts, ``judge`` says whether each of them is so,
+``answers`` compares answers, ``leftovers`` looks for what stayed behind, ``report`` shows it all.
 """
-
-from __future__ import annotations
-
-from xinference_xavier.demo.main import command
-
-__all__ = ["command"]

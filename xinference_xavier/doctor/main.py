@@ -65,7 +65,7 @@ def command(endpoint: str | None, api_key: str | None, json_file: str | None) ->
 
 
 def _findings(endpoint: str | None, api_key: str | None) -> Iterator[Finding]:
-    yield from software.version_findings(installed_versions(), "here")
+    yield from software.version_findings(installed_versions(), "here", os.environ)
     yield software.extension_finding(os.environ)
     yield software.hash_seed_finding(os.environ)
     yield host.memory_finding(host_memory())

@@ -17,13 +17,14 @@ import xoscar as xo
 
 from xinference_xavier.control.client import (
     PEER_UID,
+    Member,
     bounded,
     directory_members,
     reach,
     route_address,
     unbracketed,
 )
-from xinference_xavier.control.messages import LeaseGrant, MemberInfo, unpack_rows
+from xinference_xavier.control.messages import Credential, LeaseGrant, unpack_rows
 from xinference_xavier.doctor.finding import Finding, fail, ok, warn
 from xinference_xavier.doctor.paths import (
     Errand,
@@ -33,6 +34,7 @@ from xinference_xavier.doctor.paths import (
     read,
     source,
 )
+from xinference_xavier.extension.secrets import key_from
 from xinference_xavier.store.jobs import Tier
 
 CALL_S = 5.0
@@ -61,7 +63,7 @@ def host_paths() -> Iterator[Finding]:
 def replica_paths(directory: str, model_uid: str) -> Iterator[Finding]:
     """Judge each transport from each of a model's replicas to this host."""
     try:
-        members = asyncio.run(directory_members(directory, model_uid))
+        members = asyncio.run(_members(directory, model_uid))
     except OSError as error:
         yield warn(
             f"reading {model_uid}",
@@ -70,9 +72,10 @@ def replica_paths(directory: str, model_uid: str) -> Iterator[Finding]:
             "would read",
         )
         return
-    for fingerprint, _, info in sorted(members, key=lambda member: member[2].name):
+    for member in sorted(members, key=lambda member: member.info.name):
+        info = member.info
         try:
-            outcomes, leased = asyncio.run(_read_replica(fingerprint, info))
+            outcomes, leased = asyncio.run(_read_replica(member))
         except Exception as error:
             # Whatever a replica answers or breaks, the others are still looked at.
             yield fail(
@@ -90,15 +93,23 @@ class _Lease:
     rows: list[Row]
 
 
-async def _read_replica(fingerprint: bytes, info: MemberInfo) -> tuple[list[Outcome], bool]:
+async def _members(directory: str, model_uid: str) -> list[Member]:
+    """List the replicas of a model of the supervisor at ``directory``, which knows its secret."""
+    await reach(directory, CALL_S)
+    key = await bounded(key_from(unbracketed(directory), model_uid), CALL_S)
+    return [] if key is None else await directory_members(directory, key)
+
+
+async def _read_replica(member: Member) -> tuple[list[Outcome], bool]:
     """Return how reading from a replica went, and whether what was read was leased."""
+    info, shown = member.info, member.contact.credential
     await reach(info.address, CALL_S)
     peer = await bounded(xo.actor_ref(address=unbracketed(info.address), uid=PEER_UID), CALL_S)
-    workers = await bounded(peer.introduce(fingerprint, info.epoch), CALL_S)
+    workers = await bounded(peer.introduce(shown), CALL_S)
     if not isinstance(workers, tuple):
         raise RuntimeError(f"it refuses: {workers.value}")
     handle = workers[0]
-    leases = {tier: await _lease(peer, fingerprint, info, tier) for tier in sorted(handle.arenas)}
+    leases = {tier: await _lease(peer, shown, tier) for tier in sorted(handle.arenas)}
     leased = {tier: lease for tier, lease in leases.items() if lease.rows}
     rows = {tier: lease.rows for tier, lease in leased.items()}
     if not rows:
@@ -106,17 +117,17 @@ async def _read_replica(fingerprint: bytes, info: MemberInfo) -> tuple[list[Outc
         rows = {tier: [(n, 0) for n in range(min(UNLEASED, counts[tier]))] for tier in counts}
     ids = [lease.lease_id for lease in leased.values()]
     errand = Errand(handle, rows, route_address(info.address))
-    renewing = asyncio.create_task(_renew(peer, info.epoch, ids))
+    renewing = asyncio.create_task(_renew(peer, shown, ids))
     try:
         return await asyncio.to_thread(read, errand, READ_S), bool(leased)
     finally:
         renewing.cancel()
         if ids:
-            await bounded(peer.release(info.epoch, ids), CALL_S)
+            await bounded(peer.release(shown, ids), CALL_S)
 
 
-async def _lease(peer: Any, fingerprint: bytes, info: MemberInfo, tier: Tier) -> _Lease:
-    call = peer.sample(fingerprint, info.epoch, "doctor", int(tier), BLOCKS, LEASE_S)
+async def _lease(peer: Any, shown: Credential, tier: Tier) -> _Lease:
+    call = peer.sample(shown, "doctor", int(tier), BLOCKS, LEASE_S)
     grant = await bounded(call, CALL_S)
     if not isinstance(grant, LeaseGrant):
         raise RuntimeError(f"it refuses: {grant.value}")
@@ -124,10 +135,10 @@ async def _lease(peer: Any, fingerprint: bytes, info: MemberInfo, tier: Tier) ->
     return _Lease(grant.lease_id, rows)
 
 
-async def _renew(peer: Any, epoch: int, leases: Sequence[int]) -> None:
+async def _renew(peer: Any, shown: Credential, leases: Sequence[int]) -> None:
     while leases:
         await asyncio.sleep(RENEW_S)
-        await bounded(peer.renew(epoch, list(leases), LEASE_S), CALL_S)
+        await bounded(peer.renew(shown, list(leases), LEASE_S), CALL_S)
 
 
 def outcome_findings(

@@ -17,7 +17,8 @@ SLOW: Final = frozenset({"xoscar"})
 
 def cluster_findings(cluster: Cluster) -> Iterator[Finding]:
     """Judge what the server and its workers run, and who reaches their ports."""
-    yield from version_findings(cluster.versions, "at the server")
+    # Which versions its own environment names is not known here.
+    yield from version_findings(cluster.versions, "at the server", {})
     yield port_finding("supervisor's port", cluster.supervisor, listeners)
     if not cluster.workers:
         yield fail("workers", "the supervisor has none", "start xinference-worker")

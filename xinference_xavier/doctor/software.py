@@ -8,6 +8,7 @@ from typing import Final
 
 from xinference_xavier.doctor.finding import Finding, fail, ok, warn
 from xinference_xavier.features import VERSIONS, check_version
+from xinference_xavier.installed import is_overridden, override_variable
 
 EXTENSIONS: Final = "XINFERENCE_EXTENSIONS"
 FACTORY: Final = "xinference_xavier.extension:create"
@@ -21,8 +22,13 @@ _OPTIONAL: Final = {
 }
 
 
-def version_findings(found: Mapping[str, str | None], where: str) -> Iterator[Finding]:
-    """Judge versions by distribution (None: not installed); ``where`` tells whose they are."""
+def version_findings(
+    found: Mapping[str, str | None], where: str, environment: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Judge versions by distribution (None: not installed); ``where`` tells whose they are.
+
+    ``environment`` is what may name further versions to run.
+    """
     for name in VERSIONS:
         builds = _BUILDS.get(name, (name,))
         installed = next((build for build in builds if found.get(build)), None)
@@ -36,7 +42,12 @@ def version_findings(found: Mapping[str, str | None], where: str) -> Iterator[Fi
             )
         elif problem := check_version(name, str(found[installed])):
             oldest, untried = VERSIONS[name]
-            yield fail(title, problem, f"pip install '{installed}>={oldest},<{untried}'")
+            fix = f"pip install '{installed}>={oldest},<{untried}'"
+            override = f"{override_variable(name)}={found[installed]}"
+            if is_overridden(name, str(found[installed]), environment):
+                yield warn(title, f"{problem}; {override} lets it run", fix)
+            else:
+                yield fail(title, problem, f"{fix}; or, to try it all the same, set {override}")
         else:
             yield ok(title, f"{installed} {found[installed]}")
     for name, without in _OPTIONAL.items():

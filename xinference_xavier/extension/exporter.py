@@ -62,9 +62,12 @@ class ReplicaMetrics:
         self._registered = False
 
     def report(self, labels: Mapping[str, str], status: Status) -> None:
-        """Take what the replica with these labels measured; the table says what it means."""
+        """Take what the replica with these labels measured; the table says what it means.
+
+        Raises ValueError, or what reading it raises, for a report that could not be shown.
+        """
         # Here, and not at a scrape: what is wrong with one report must not hide everything.
-        found = tuple(samples(status))
+        found = tuple(map(_checked, samples(status)))
         labels = {name: str(value).translate(_ESCAPES) for name, value in labels.items()}
         now = self._clock()
         with self._lock:
@@ -136,6 +139,19 @@ _SERIES: Final[Mapping[Kind, Any]] = {
 
 def _ends(spread: Any, buckets: Mapping[float, int]) -> dict[str, float]:
     return {"count": buckets[float("inf")], "sum": spread["sum"]}
+
+
+def _checked(sample: Sample) -> Sample:
+    """Return a sample that can be shown. Raises ValueError, TypeError or KeyError for another."""
+    values: list[Any] = [sample.value]
+    if sample.metric.kind is Kind.HISTOGRAM:
+        spread: Any = sample.value
+        values = [*cumulative(spread).values(), spread["sum"]]
+    numbers = all(isinstance(value, int | float) for value in values)
+    texts = all(isinstance(label, str) for label in sample.labels)
+    if not numbers or not texts or len(sample.labels) != len(sample.metric.labels):
+        raise ValueError(f"{sample.metric.name} cannot be {sample.value!r:.80}")
+    return sample
 
 
 def _labelled(report: _Report, sample: Sample) -> dict[str, str]:

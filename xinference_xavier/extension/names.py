@@ -10,6 +10,8 @@ NAME: Final = "xinference-xavier"
 
 RECORD_FINAL: Final = "record_final"
 FINAL_REPORTS: Final = "final_reports"
+KEEP_SECRET: Final = "keep_secret"
+GROUP_SECRET: Final = "group_secret"
 """Operations of the extension in the supervisor's process."""
 
 METRICS_SINK: Final = "xinference_xavier_replicas"

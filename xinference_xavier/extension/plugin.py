@@ -4,22 +4,24 @@
 from __future__ import annotations
 
 from collections import deque
-from importlib.metadata import version
 from typing import Any, Final
 
 from xinference_xavier import __version__
 from xinference_xavier.extension.console import add_console
-from xinference_xavier.extension.names import FINAL_REPORTS, NAME, RECORD_FINAL
+from xinference_xavier.extension.names import (
+    FINAL_REPORTS,
+    GROUP_SECRET,
+    KEEP_SECRET,
+    NAME,
+    RECORD_FINAL,
+)
 from xinference_xavier.extension.registration import register_model_classes
 from xinference_xavier.extension.routes import add_routes
+from xinference_xavier.extension.secrets import Secrets
 from xinference_xavier.extension.web import add_script
-from xinference_xavier.features import check_version
+from xinference_xavier.installed import require
 
 MOST_REPORTS: Final = 64
-
-
-class UnsupportedVersion(RuntimeError):
-    """Xinference or xoscar is not one that this package was checked with."""
 
 
 class XavierExtension:
@@ -30,10 +32,10 @@ class XavierExtension:
 
     def __init__(self) -> None:
         for distribution in ("xinference", "xoscar"):
-            if problem := check_version(distribution, version(distribution)):
-                raise UnsupportedVersion(problem)
+            require(distribution)
         register_model_classes()
         self._final: deque[dict[str, Any]] = deque(maxlen=MOST_REPORTS)
+        self._secrets = Secrets()
 
     def configure_api(self, context: Any) -> None:
         """Put our routes and the console before the stock ones, and our script into the pages.
@@ -60,10 +62,14 @@ class XavierExtension:
         return devices
 
     def control_operation(self, operation: str, payload: dict[str, Any]) -> Any:
-        """Keep or return the final counters of closed replicas. Supervisor process.
+        """Keep or return final counters of closed replicas, or models' secrets. Supervisor process.
 
-        They live as long as the supervisor, the newest :data:`MOST_REPORTS` of them.
+        Both live as long as the supervisor, the newest :data:`MOST_REPORTS` counters of them.
         """
+        if operation == KEEP_SECRET:
+            return self._secrets.keep(payload["model_uid"], payload["secret"])
+        if operation == GROUP_SECRET:
+            return self._secrets.get(payload["model_uid"])
         if operation == RECORD_FINAL:
             self._final.append(payload)
             return None

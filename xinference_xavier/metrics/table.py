@@ -137,12 +137,12 @@ def _tier_bytes(blocks: Callable[[Status], tuple[int, int]]) -> Read:
     return read
 
 
-def _by_transport(status: Status) -> list[tuple[Labels, Value]]:
-    """Read refusals: their keys are "transport: reason", and reasons name addresses."""
+def _by_kind(counts: Mapping[str, int]) -> list[tuple[Labels, Value]]:
+    """Read counts whose keys are "kind: text": the texts name addresses, and are ever new."""
     found: dict[str, int] = {}
-    for line, count in status["transport_refusals"].items():
-        transport = line.partition(":")[0]
-        found[transport] = found.get(transport, 0) + count
+    for line, count in counts.items():
+        kind = line.partition(":")[0]
+        found[kind] = found.get(kind, 0) + count
     return _by_key(found)
 
 
@@ -283,7 +283,7 @@ METRICS: Final = (
         Kind.COUNTER,
         ("transport",),
         "How often a transport could not be used for a peer",
-        _by_transport,
+        lambda status: _by_kind(status["transport_refusals"]),
     ),
     Metric(
         "xavier_saved_blocks_total",
@@ -304,7 +304,7 @@ METRICS: Final = (
         Kind.COUNTER,
         ("reason",),
         "Blocks whose copy into the store failed",
-        _traffic_by("saves_failed"),
+        lambda status: _by_kind(status["traffic"]["saves_failed"]),
     ),
     Metric(
         "xavier_demotions_total",

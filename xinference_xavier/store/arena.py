@@ -37,6 +37,10 @@ MAGIC = b"XAVIERAR"
 VERSION = 1
 OPEN, CLOSED = 1, 2
 
+NONCE_BYTES = 16
+"""By its nonce a peer knows that it mapped the right memory from its start. In device memory it
+lies behind the last slot."""
+
 # magic, version, state, nonce, slots, slot_bytes
 _HEADER = struct.Struct("<8sII16sQQ")
 _STATE_OFFSET = 12
@@ -180,7 +184,7 @@ class Arena:
             )
         fd = os.memfd_create(f"xavier-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            nonce = os.urandom(16)
+            nonce = os.urandom(NONCE_BYTES)
             handle = ArenaHandle(
                 boot_id=boot_id(),
                 pid=os.getpid(),
@@ -321,7 +325,8 @@ class MappedArena:
 def opened(path: str) -> Iterator[int]:
     """Open a file of a peer read-only. Raises :class:`ArenaUnavailable`."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # By now that may be the number of a pipe, and opening one waits for who writes.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ArenaUnavailable(f"cannot open the arena's file: {error.strerror}") from error
     try:

@@ -15,7 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from xinference_xavier.layout import BlockLayout
 from xinference_xavier.store.device import Device, IntArray
+
+Mask = npt.NDArray[np.bool_]
 
 _Words = npt.NDArray[np.uint64]
 
@@ -24,6 +27,9 @@ _STRIDE = 2048
 
 _READ_SLOTS = 16
 """Slots in a device's memory that are brought to the host at a time."""
+
+_VERIFY_SLOTS = 16
+"""KV blocks that are compared at a time."""
 
 _SEED = np.uint64(0x9AE16A3B2F90404F)
 _U32 = np.uint64(32)
@@ -102,3 +108,26 @@ class Checksummer:
             flat[whole] = int.from_bytes(tail, "little")
         # Array products wrap around silently, as meant.
         return int(((self._scratch @ _INNER) * self._outer).sum(dtype=np.uint64))
+
+
+class Verifier:
+    """Compares KV blocks with the checksums of slots. One per thread."""
+
+    def __init__(self, layout: BlockLayout, device: Device) -> None:
+        self._device = device
+        self._scratch = torch.zeros((_VERIFY_SLOTS, layout.slot_bytes), dtype=torch.uint8)
+        self._checksummer = Checksummer(layout.block_bytes)
+
+    def equal(self, blocks: IntArray, checksums: IntArray) -> Mask:
+        """Return per block whether its bytes have the checksum; 0, not recorded, never matches."""
+        found = np.empty(len(blocks), dtype=np.int64)
+        for start in range(0, len(blocks), _VERIFY_SLOTS):
+            part = blocks[start : start + _VERIFY_SLOTS]
+            places = np.arange(len(part), dtype=np.int64)
+            try:
+                self._device.gather(part, self._scratch, places)
+            finally:
+                self._device.fence()
+            found[start : start + len(part)] = self._checksummer.of(self._scratch, places)
+        equal: Mask = found == checksums
+        return equal

@@ -9,6 +9,7 @@ result: nothing here may stop the engine's loop (R7).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -20,9 +21,9 @@ import torch
 
 from xinference_xavier.layout import BlockLayout
 from xinference_xavier.store.arena import SlotMemory
-from xinference_xavier.store.checksum import Checksummer
+from xinference_xavier.store.checksum import Checksummer, Mask, Verifier
 from xinference_xavier.store.device import Device, IntArray, Mark
-from xinference_xavier.store.jobs import StoreJob, StoreResult, Tier
+from xinference_xavier.store.jobs import StoreJob, StoreResult, Tier, failed_store
 from xinference_xavier.store.threads import start_thread
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,9 @@ class CopyEngine:
         self._arenas = dict(arenas)
         self._slots = {int(tier): arena.slots for tier, arena in arenas.items()}
         self._device = device
-        self._checksummer = Checksummer(layout.block_bytes) if verify == CHECKSUM else None
+        verifies = verify == CHECKSUM
+        self._checksummer = Checksummer(layout.block_bytes) if verifies else None
+        self._verifier = Verifier(layout, device) if verifies else None
         self._jobs: SimpleQueue[tuple[StoreJob, Mark | None] | None] = SimpleQueue()
         self._results: SimpleQueue[StoreResult] = SimpleQueue()
         self._lock = threading.Lock()
@@ -109,7 +112,7 @@ class CopyEngine:
         while (taken := self._jobs.get()) is not None:
             job, after = taken
             if self._abandon.is_set():
-                result = _failed(job, "closed")
+                result = failed_store(job, "closed")
             else:
                 start = time.monotonic()
                 try:
@@ -117,7 +120,7 @@ class CopyEngine:
                     result = self._copy(job)
                 except Exception as error:  # fail open: a bad job must not end the thread
                     logger.exception("store job %d failed", job.job_id)
-                    result = _failed(job, f"{type(error).__name__}: {error}")
+                    result = failed_store(job, f"{type(error).__name__}: {error}")
                 result.seconds = time.monotonic() - start
             self._results.put(result)
 
@@ -129,24 +132,27 @@ class CopyEngine:
 
     def _demote(self, rows: IntArray, result: StoreResult) -> None:
         """Run the demotions in one batch."""
-        result.failed_demotions = set(range(len(rows)))
+        if not len(rows):
+            return
         source, target = self._arenas.get(Tier.DEVICE), self._arenas.get(Tier.HOST)
-        if source is None or target is None:
-            good = []
-        else:
+        good: list[int] = []
+        if source is not None and target is not None:
             good = [
                 row
                 for row, (device_slot, host_slot, _) in enumerate(rows.tolist())
                 if 0 <= device_slot < source.slots and 0 <= host_slot < target.slots
             ]
-            if good and self._move(source, target, rows[good], result):
-                result.failed_demotions.difference_update(good)
+            if good:
+                moved = self._move(source, target, _part(rows, good), result)
+                good = list(itertools.compress(good, moved))
+        result.failed_demotions = set(range(len(rows))).difference(good)
         if result.failed_demotions and result.reason is None:
             result.reason = "demotion outside the arenas"
 
     def _move(
         self, source: SlotMemory, target: SlotMemory, rows: IntArray, result: StoreResult
-    ) -> bool:
+    ) -> Mask:
+        """Return which of ``rows`` are published."""
         from_slots, slots = rows[:, 0], rows[:, 1]
         withdraw(target.meta, slots)
         try:
@@ -154,16 +160,28 @@ class CopyEngine:
                 self._device.move(source.data, from_slots, target.data, slots)
             finally:
                 self._device.fence()
-            # The bytes are the same, so the checksum moves along.
-            publish(target.meta, slots, rows[:, 2], source.meta.numpy()[from_slots, 1])
+            # The bytes are to be the same, so the checksum moves along.
+            checksums: IntArray = source.meta.numpy()[from_slots, 1]
+            good = np.ones(len(slots), dtype=np.bool_)
+            if self._checksummer is not None:
+                found = self._checksummer.through(self._device, target.data, slots)
+                good = found == checksums
+                if not good.all():
+                    # What was damaged before moves as it is, and its readers find out: it would
+                    # be the victim again and again, and keep new blocks out of the device tier.
+                    before = self._checksummer.through(self._device, source.data, from_slots)
+                    good |= found == before
+            publish(target.meta, slots[good], rows[good, 2], checksums[good])
         except Exception as error:  # fail open: the rows are reported, the index drops them
             self._blame(result, error)
-            return False
-        result.nbytes += len(slots) * self._layout.slot_bytes
-        return True
+            return np.zeros(len(slots), dtype=np.bool_)
+        self._count(good, result)
+        return good
 
     def _store(self, rows: IntArray, demotions: int, result: StoreResult) -> None:
         """Run the stores, one batch per tier, except those whose demotion failed."""
+        if not len(rows):
+            return
         result.failed_stores = set(range(len(rows)))
         batches: dict[int, list[int]] = {}
         for row, (block, tier, slot, _, after) in enumerate(rows.tolist()):
@@ -172,36 +190,57 @@ class CopyEngine:
             if runnable and known:
                 batches.setdefault(tier, []).append(row)
         for tier, batch in batches.items():
-            if self._gather(self._arenas[Tier(tier)], rows[batch], result):
-                result.failed_stores.difference_update(batch)
+            stored = self._gather(self._arenas[Tier(tier)], _part(rows, batch), result)
+            result.failed_stores.difference_update(itertools.compress(batch, stored))
         if result.failed_stores and result.reason is None:
             result.reason = "store outside the KV cache or the arenas"
 
-    def _gather(self, arena: SlotMemory, rows: IntArray, result: StoreResult) -> bool:
-        slots = rows[:, 2]
+    def _gather(self, arena: SlotMemory, rows: IntArray, result: StoreResult) -> Mask:
+        """Return which of ``rows`` are published."""
+        blocks, slots = rows[:, 0], rows[:, 2]
         withdraw(arena.meta, slots)
         try:
             try:
-                self._device.gather(rows[:, 0], arena.data, slots)
+                self._device.gather(blocks, arena.data, slots)
             finally:
                 self._device.fence()
-            publish(arena.meta, slots, rows[:, 3], self._checksums(arena.data, slots))
+            checksums, good = self._verified(arena.data, slots, blocks)
+            publish(arena.meta, slots[good], rows[good, 3], checksums[good])
         except Exception as error:  # fail open: as for demotions
             self._blame(result, error)
-            return False
-        result.nbytes += len(slots) * self._layout.slot_bytes
-        return True
+            return np.zeros(len(rows), dtype=np.bool_)
+        self._count(good, result)
+        return good
 
-    def _checksums(self, data: torch.Tensor, slots: IntArray) -> IntArray:
-        if self._checksummer is None:
-            return np.zeros(len(slots), dtype=np.int64)
-        return self._checksummer.through(self._device, data, slots)
+    def _count(self, good: Mask, result: StoreResult) -> None:
+        """Note which of the copied rows were published."""
+        if not good.all():
+            logger.error("Xavier: %d blocks were not copied as they are", int((~good).sum()))
+            result.reason = result.reason or CHECKSUM
+        result.nbytes += int(good.sum()) * self._layout.slot_bytes
+
+    def _verified(
+        self, data: torch.Tensor, slots: IntArray, blocks: IntArray
+    ) -> tuple[IntArray, Mask]:
+        """Return the checksums of slots, and which are those of the blocks they were filled from.
+
+        A wrong copy would otherwise be published with its own checksum, and pass at every reader.
+        """
+        if self._checksummer is None or self._verifier is None:
+            return np.zeros(len(slots), dtype=np.int64), np.ones(len(slots), dtype=np.bool_)
+        checksums = self._checksummer.through(self._device, data, slots)
+        return checksums, self._verifier.equal(blocks, checksums)
 
     @staticmethod
     def _blame(result: StoreResult, error: Exception) -> None:
         logger.error("store job %d: %s", result.job_id, error, exc_info=error)
         if result.reason is None:
             result.reason = f"{type(error).__name__}: {error}"
+
+
+def _part(rows: IntArray, chosen: list[int]) -> IntArray:
+    """The chosen rows, ascending; mostly that is all of them."""
+    return rows if len(chosen) == len(rows) else rows[chosen]
 
 
 def withdraw(meta: torch.Tensor, slots: IntArray) -> None:
@@ -216,12 +255,3 @@ def publish(
     array = meta.numpy()
     array[slots, 1] = checksums
     array[slots, 0] = generations
-
-
-def _failed(job: StoreJob, reason: str) -> StoreResult:
-    return StoreResult(
-        job.job_id,
-        failed_demotions=set(range(len(job.demotions))),
-        failed_stores=set(range(len(job.stores))),
-        reason=reason,
-    )

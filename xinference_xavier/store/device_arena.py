@@ -25,6 +25,7 @@ import torch
 
 from xinference_xavier.sizes import format_size
 from xinference_xavier.store.arena import (
+    NONCE_BYTES,
     Arena,
     ArenaError,
     ArenaHandle,
@@ -35,10 +36,6 @@ from xinference_xavier.store.arena import (
 from xinference_xavier.store.cuda import CudaApi, CudaError, DeviceHandle
 
 logger = logging.getLogger(__name__)
-
-NONCE_BYTES: Final = 16
-"""The arena's nonce lies behind the last slot: by it a peer knows that it mapped the right
-memory from its start."""
 
 _POLL_S: Final = 0.01
 

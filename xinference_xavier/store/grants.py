@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xinference_xavier.store.jobs import Tier
 from xinference_xavier.store.leases import LeaseBook
 from xinference_xavier.store.placement import Placement
 from xinference_xavier.store.records import Grant, Row
-from xinference_xavier.store.slots import READY, SlotTable
+from xinference_xavier.store.slots import DEVICE, HOST, READY, SlotTable
 
 
 def give(
@@ -37,11 +36,10 @@ def give(
     table.hold(slots)
     totals.granted += len(slots)
     border, generation = table.device_slots, table.generation
-    device, host = Tier.DEVICE, Tier.HOST
     rows: list[Row] = [
-        (device, slot, generation[slot])
+        (DEVICE, slot, generation[slot])
         if slot < border
-        else (host, slot - border, generation[slot])
+        else (HOST, slot - border, generation[slot])
         for slot in slots
     ]
     lease = book.open(slots, reader=reader, request=request, expires=expires, epoch=epoch)

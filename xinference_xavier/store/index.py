@@ -166,7 +166,8 @@ class SnapshotIndex:
         nothing changed, for a job that is unknown or committed already, and for an index that
         the job does not have.
         """
-        with self._locked():
+        self._enter(wait=True)
+        try:
             changes = self._placement.finish(
                 job_id,
                 self._epoch,
@@ -176,6 +177,8 @@ class SnapshotIndex:
             )
             self._tell(changes.removed)
             return changes
+        finally:
+            self._lock.release()
 
     def abandon(self, job_id: int) -> Changes:
         """Commit a job whose outcome is not known: the blocks that it stored or moved are gone.
@@ -261,7 +264,8 @@ class SnapshotIndex:
         """
         live = False
         while True:
-            with self._locked():
+            self._enter(wait=True)
+            try:
                 if lease_id == 0:
                     return False
                 piece = self._book.shorten(lease_id, RELEASE_BLOCKS)
@@ -271,6 +275,8 @@ class SnapshotIndex:
                     self._totals.double_releases += 1
                 if piece is None or lease_id not in self._book:
                     return live or piece is not None
+            finally:
+                self._lock.release()
             live = True
 
     def holds(self, key: bytes) -> bool:

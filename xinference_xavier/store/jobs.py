@@ -21,6 +21,10 @@ OWN_STORE = 0
 """``LoadSegment.member`` of the replica's own tiers; directory member numbers start at 1."""
 
 
+NOT_STARTED = "not started"
+"""Reason of a job that failed before anything of it was tried."""
+
+
 class Tier(IntEnum):
     """Where a slot lives. On a CPU-only host the device tier is host memory too."""
 
@@ -110,3 +114,19 @@ class LoadResult:
     segments: list[SegmentResult] = field(default_factory=list)
     seconds: float = 0.0
     promoted: set[int] = field(default_factory=set)
+
+
+def failed_store(job: StoreJob, reason: str) -> StoreResult:
+    """Return the result of a job of which nothing was done."""
+    return StoreResult(
+        job.job_id,
+        failed_demotions=set(range(len(job.demotions))),
+        failed_stores=set(range(len(job.stores))),
+        reason=reason,
+    )
+
+
+def failed_segment(segment: LoadSegment, reason: str) -> SegmentResult:
+    """Return the result of a segment of which nothing was loaded."""
+    rows = set(range(len(segment.rows)))
+    return SegmentResult(segment.member, "none", failed_rows=rows, reason=reason)

@@ -35,6 +35,28 @@ class Rings:
         node = self.following[self.ids + ring]
         return node if node < self.ids else None
 
+    def first_of(self, ring: int, most: int) -> list[int]:
+        """The ids at the front, at most ``most``, front to back."""
+        following = self.following
+        found = []
+        node = following[self.ids + ring]
+        while most > 0 and node < self.ids:
+            found.append(node)
+            node = following[node]
+            most -= 1
+        return found
+
+    def pop(self, ring: int, most: int) -> list[int]:
+        """Take ids off the front, at most ``most``; returns them front to back."""
+        taken = self.first_of(ring, most)
+        if taken:
+            sentinel = self.ids + ring
+            after = self.following[taken[-1]]
+            self.following[sentinel] = after
+            self.preceding[after] = sentinel
+            self.sizes[ring] -= len(taken)
+        return taken
+
     def insert_after(self, ring: int, node: int, new: int) -> None:
         """Put ``new`` behind ``node``, which is in ``ring`` or is its sentinel."""
         following, preceding = self.following, self.preceding
@@ -44,22 +66,13 @@ class Rings:
         following[new] = after
         self.sizes[ring] += 1
 
-    def append(self, ring: int, new: int) -> None:
-        """Put ``new`` at the back."""
-        self.insert_after(ring, self.preceding[self.ids + ring], new)
-
     def extend(self, ring: int, news: Sequence[int]) -> None:
         """Put all of ``news`` at the back, in their order."""
-        following, preceding = self.following, self.preceding
-        sentinel = self.ids + ring
-        last = preceding[sentinel]
-        for new in news:
-            following[last] = new
-            preceding[new] = last
-            last = new
-        following[last] = sentinel
-        preceding[sentinel] = last
-        self.sizes[ring] += len(news)
+        self._insert_all(ring, self.preceding[self.ids + ring], news)
+
+    def extend_front(self, ring: int, news: Sequence[int]) -> None:
+        """Put all of ``news`` at the front, in their order."""
+        self._insert_all(ring, self.ids + ring, news)
 
     def remove(self, ring: int, node: int) -> None:
         """Take ``node`` out of ``ring``."""
@@ -77,11 +90,14 @@ class Rings:
             preceding[after] = before
         self.sizes[ring] -= len(nodes)
 
-    def replace(self, node: int, new: int) -> None:
-        """Put ``new``, which is in no ring, at the place of ``node``, which leaves."""
-        before, after = self.preceding[node], self.following[node]
-        self.preceding[new], self.following[new] = before, after
-        self.following[before] = self.preceding[after] = new
+    def replace_all(self, nodes: Sequence[int], news: Sequence[int]) -> None:
+        """Put each of ``news``, which are in no ring, at the place of its node, which leaves."""
+        following, preceding = self.following, self.preceding
+        for node, new in zip(nodes, news, strict=True):
+            before, after = preceding[node], following[node]
+            preceding[new] = before
+            following[new] = after
+            following[before] = preceding[after] = new
 
     def splice(self, source: int, target: int) -> None:
         """Move everything in ring ``source`` to the back of ring ``target``, in its order."""
@@ -100,6 +116,17 @@ class Rings:
         sentinel = self.ids + ring
         self.following[sentinel] = self.preceding[sentinel] = sentinel
         self.sizes[ring] = 0
+
+    def _insert_all(self, ring: int, last: int, news: Sequence[int]) -> None:
+        following, preceding = self.following, self.preceding
+        after = following[last]
+        for new in news:
+            following[last] = new
+            preceding[new] = last
+            last = new
+        following[last] = after
+        preceding[after] = last
+        self.sizes[ring] += len(news)
 
     def walk(self, ring: int) -> Iterator[int]:
         """All ids of ``ring``, front to back. The ring must not change meanwhile."""

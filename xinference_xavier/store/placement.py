@@ -8,13 +8,12 @@ except in a drop, which has no copy.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from xinference_xavier.store.jobs import Tier
 from xinference_xavier.store.records import Admission, Changes, SkipReason, Totals
-from xinference_xavier.store.slots import SlotTable
+from xinference_xavier.store.slots import DEVICE, HOST, UNPLACED, SlotTable
 
 
 @dataclass(slots=True)
@@ -27,9 +26,9 @@ class Job:
 
     epoch: int
     held_stamps: tuple[int, int]
-    demotions: list[tuple[int, int, int]] = field(default_factory=list)
+    demotions: list[tuple[int, int, int]]
     """Source, target, old generation of the source."""
-    stores: list[tuple[int, int]] = field(default_factory=list)
+    stores: list[tuple[int, int]]
     """Slot, index of the demotion it depends on or -1."""
 
 
@@ -56,9 +55,9 @@ class Placement:
         Blocks on their way into the host tier are not counted: they are in spare slots.
         """
         table = self.table
-        if tier is Tier.DEVICE:
-            return self.limits[tier] - table.device_slots + table.free(tier)
-        return self.limits[tier] - table.ready(tier) - table.zombies[tier]
+        if tier is DEVICE:
+            return self.limits[0] - table.device_slots + table.free(tier)
+        return self.limits[1] - table.ready(tier) - table.zombies[1]
 
     def trim(self, most: int) -> list[bytes]:
         """Evict what is above the limits, at most ``most`` blocks; returns their keys.
@@ -67,45 +66,78 @@ class Placement:
         """
         table = self.table
         removed: list[bytes] = []
-        if self.room(Tier.DEVICE) >= 0 and self.room(Tier.HOST) >= 0:
+        if self.room(DEVICE) >= 0 and self.room(HOST) >= 0:
             return removed
         for tier in Tier:
-            for _ in range(min(-self.room(tier), most - len(removed))):
-                victim = table.victim(tier)
-                if victim is None:
-                    break
-                removed.append(table.evict(victim))
+            above = min(-self.room(tier), most - len(removed))
+            removed += table.evict(table.victims(tier, above))
         self.totals.limit_evictions += len(removed)
         return removed
 
     def plan(self, blocks: Sequence[tuple[bytes, int]], epoch: int) -> Admission:
         """See ``SnapshotIndex.admit``; the blocks are valid."""
-        table, where, totals = self.table, self.table.where, self.totals
-        first_use = table.clock + 1
-        held = dict.fromkeys(where[key] for key, _ in blocks if key in where)
-        table.touch(list(reversed(held)))
-        job = Job(epoch, (first_use, table.clock + 1))
-        plan = Admission(self._last_job + 1, [], [], [], [], {}, [])
+        table, where = self.table, self.table.where
+        held: list[int] = []
+        again: list[int] = []
+        new: dict[bytes, int] = {}
         for position, (key, block_id) in enumerate(blocks):
             if key in where:
-                plan.held.append(position)
-                continue
-            slot, after = self._make_place(job, plan)
-            if slot is None:
-                reason = self._why_skipped()
-                plan.skipped[reason] = plan.skipped.get(reason, 0) + 1
-                self.skips[reason] = self.skips.get(reason, 0) + 1
-                continue
-            generation = table.stage(slot, key)
-            job.stores.append((slot, after))
-            plan.stores.append((block_id, table.tier(slot), table.local(slot), generation, after))
-            plan.keys.append(key)
-        totals.held += len(plan.held)
-        if not job.stores:
-            return dataclasses.replace(plan, job_id=0)
-        self._last_job = plan.job_id
-        self.jobs[plan.job_id] = job
-        return plan
+                held.append(position)
+            elif key in new:
+                again.append(position)
+            else:
+                new[key] = block_id
+        first_use = table.clock + 1
+        if held:
+            table.touch(list(dict.fromkeys(where[blocks[row][0]] for row in held))[::-1])
+        held_stamps = (first_use, table.clock + 1)
+        free, victims, targets = self._find_places(len(new), first_use)
+        keys = list(new)
+        skipped: dict[SkipReason, int] = {}
+        placed = len(free) + max(len(victims), len(targets))
+        if placed < len(keys):
+            lost = set(keys[placed:])
+            skipped = self._skip(len(lost) + sum(blocks[row][0] in lost for row in again))
+            again = [row for row in again if blocks[row][0] not in lost]
+            del keys[placed:]
+        if again:
+            held = sorted(held + again)
+        self.totals.held += len(held)
+        if not keys:
+            return Admission(0, [], [], [], held, skipped, [])
+        # Victims beyond the targets are dropped, targets beyond the victims filled from vLLM.
+        moves = min(len(victims), len(targets))
+        moved, filled = targets[:moves], targets[moves:]
+        removed: list[bytes] = []
+        if len(victims) > moves:
+            removed = table.evict(victims[moves:])
+            self.totals.drops += len(removed)
+            victims[moves:] = table.take(DEVICE, len(removed))
+        old = [table.generation[victim] for victim in victims[:moves]]
+        arrivals = table.demote(victims[:moves], moved)
+        slots = free + victims + filled
+        generations = table.stage(slots, keys)
+        afters = [-1] * len(slots)
+        afters[len(free) : len(free) + moves] = range(moves)
+        job_id = self._last_job = self._last_job + 1
+        self.jobs[job_id] = Job(
+            epoch,
+            held_stamps,
+            list(zip(victims, moved, old, strict=False)),
+            list(zip(slots, afters, strict=True)),
+        )
+        border = table.device_slots
+        tiers = [DEVICE] * (len(slots) - len(filled)) + [HOST] * len(filled)
+        local = free + victims + [slot - border for slot in filled]
+        return Admission(
+            job_id,
+            list(zip(victims, [slot - border for slot in moved], arrivals, strict=False)),
+            list(zip(new.values(), tiers, local, generations, afters, strict=False)),
+            keys,
+            held,
+            skipped,
+            removed,
+        )
 
     def finish(
         self,
@@ -119,7 +151,8 @@ class Placement:
         job = self.jobs.get(job_id)
         if job is None:
             raise ValueError(f"job {job_id} is unknown, or was committed already")
-        _check_rows(job_id, "demotion", failed_demotions | unsure_demotions, len(job.demotions))
+        _check_rows(job_id, "demotion", failed_demotions, len(job.demotions))
+        _check_rows(job_id, "demotion", unsure_demotions, len(job.demotions))
         _check_rows(job_id, "store", failed_stores, len(job.stores))
         del self.jobs[job_id]
         if job.epoch != epoch:
@@ -127,9 +160,12 @@ class Placement:
             return Changes([], [])
         removed: list[bytes] = []
         failed_demotions -= unsure_demotions
-        unsure_stores = {n for n, (_, after) in enumerate(job.stores) if after in unsure_demotions}
+        if unsure_demotions:
+            failed_stores |= {
+                row for row, (_, after) in enumerate(job.stores) if after in unsure_demotions
+            }
         self._finish_demotions(job, failed_demotions, unsure_demotions, removed)
-        added = self._finish_stores(job, failed_demotions, failed_stores | unsure_stores, removed)
+        added = self._finish_stores(job, failed_demotions, failed_stores, removed)
         return Changes(added, removed)
 
     def give_up(self, job_id: int, epoch: int) -> Changes:
@@ -147,33 +183,34 @@ class Placement:
 
     # Inner parts.
 
-    def _make_place(self, job: Job, plan: Admission) -> tuple[int | None, int]:
-        """A slot for one new block, and the index of the demotion that has to empty it, or -1."""
+    def _find_places(self, count: int, first_use: int) -> tuple[list[int], list[int], list[int]]:
+        """Free device slots, device victims and host slots for ``count`` new blocks, or fewer.
+
+        Each kind holds as many as are left over by the one before, the last two together: a
+        victim goes to a host slot as long as there are both. Blocks used from ``first_use`` on
+        are no victims: what was reported held must stay. Nor are any above the tier's limit.
+        """
         table = self.table
-        room = self.room(Tier.DEVICE)
-        if room > 0:
-            return table.take(Tier.DEVICE), -1
-        victim = table.victim(Tier.DEVICE) if room == 0 else None
-        if victim is not None and table.stamp[victim] >= job.held_stamps[0]:
-            # All evictable blocks are held for this batch: what was reported held must stay.
-            victim = None
-        target = table.take(Tier.HOST) if self._host_takes_blocks() else None
-        if victim is None:
-            return target, -1
-        if target is None:
-            plan.removed.append(table.evict(victim))
-            self.totals.drops += 1
-            return table.take(Tier.DEVICE), -1
-        job.demotions.append((victim, target, table.generation[victim]))
-        generation = table.demote(victim, target)
-        plan.demotions.append((victim, table.local(target), generation))
-        return victim, len(job.demotions) - 1
+        room = self.room(DEVICE)
+        free = table.take(DEVICE, min(count, room)) if room > 0 else []
+        left = count - len(free)
+        if not left:
+            return free, [], []
+        victims = table.victims(DEVICE, left, before=first_use) if room >= 0 else []
+        targets = table.take(HOST, left) if self._host_takes_blocks() else []
+        return free, victims, targets
+
+    def _skip(self, count: int) -> dict[SkipReason, int]:
+        """Count new blocks that found no place."""
+        reason = self._why_skipped()
+        self.skips[reason] = self.skips.get(reason, 0) + count
+        return {reason: count}
 
     def _host_takes_blocks(self) -> bool:
         """Whether a block that arrives in the host tier will find room, as far as one sees now."""
         table = self.table
-        fixed = table.leased[Tier.HOST] + table.zombies[Tier.HOST]
-        return fixed < self.limits[Tier.HOST]
+        fixed = table.leased[HOST] + table.zombies[HOST]
+        return fixed < self.limits[HOST]
 
     def _why_skipped(self) -> SkipReason:
         device, host = self.limits
@@ -187,15 +224,15 @@ class Placement:
         ``arrived`` blocks have been promised room but are not ready yet.
         """
         table = self.table
-        room = self.room(Tier.HOST) - arrived
+        room = self.room(HOST) - arrived
         if room > 0:
             return True
-        victim = table.victim(Tier.HOST) if room == 0 else None
+        victim = table.victim(HOST) if room == 0 else None
         first, end = job.held_stamps
         if victim is None or first <= table.stamp[victim] < end:
             self.totals.arrival_drops += 1
             return False
-        removed.append(table.evict(victim))
+        removed += table.evict([victim])
         self.totals.evictions += 1
         return True
 
@@ -203,18 +240,41 @@ class Placement:
         self, job: Job, failed: Collection[int], unsure: Collection[int], removed: list[bytes]
     ) -> None:
         table, totals = self.table, self.totals
-        table.restore([move for row, move in enumerate(job.demotions) if row in failed])
+        if failed:
+            table.restore([move for row, move in enumerate(job.demotions) if row in failed])
         totals.failed_demotions += len(failed) + len(unsure)
-        for row, (_, target, _) in enumerate(job.demotions):
+        targets = [target for _, target, _ in job.demotions]
+        if not failed and not unsure and self._arrive_together(targets, removed):
+            return
+        for row, target in enumerate(targets):
             if row in failed:
                 continue
             if row in unsure:
                 removed.append(table.lose(target))
             elif self._make_host_room(job, 0, removed):
-                table.arrive(target)
+                table.arrive([target])
                 totals.demotions += 1
             else:
                 removed.append(table.lose(target))
+
+    def _arrive_together(self, targets: Sequence[int], removed: list[bytes]) -> bool:
+        """Let blocks arrive that evict nothing but host blocks older than they all are.
+
+        False, and nothing is done, where one of them might go for another, or find no room.
+        """
+        table = self.table
+        oldest = min(map(table.stamp.__getitem__, targets), default=UNPLACED)
+        room = self.room(HOST)
+        if oldest == UNPLACED or room < 0:
+            return False
+        victims = table.victims(HOST, len(targets) - room, before=oldest)
+        if len(victims) < len(targets) - room:
+            return False
+        removed += table.evict(victims)
+        table.arrive(targets)
+        self.totals.evictions += len(victims)
+        self.totals.demotions += len(targets)
+        return True
 
     def _finish_stores(
         self,
@@ -233,7 +293,7 @@ class Placement:
             elif row in failed:
                 totals.failed_stores += 1
                 table.abandon(slot)
-            elif table.tier(slot) is Tier.DEVICE:
+            elif slot < table.device_slots:
                 good.append(slot)
             elif self._make_host_room(job, arrived, removed):
                 good.append(slot)
@@ -241,8 +301,9 @@ class Placement:
             else:
                 table.abandon(slot)
         # Where a limit was lowered meanwhile: the blocks that came back, then the prefix's end.
-        removed += self.trim(len(failed_demotions))
-        above = -self.room(Tier.DEVICE)
+        if failed_demotions:
+            removed += self.trim(len(failed_demotions))
+        above = -self.room(DEVICE)
         if above > 0:
             late = set([slot for slot in good if slot < table.device_slots][-above:])
             for slot in late:

@@ -50,18 +50,15 @@ class Promotions:
         lease = self._book.get(lease_id)
         if room <= 0 or lease is None or lease.reader is not None or lease.epoch != epoch:
             return nothing
-        moves: list[tuple[int, int, int]] = []
-        rows: list[tuple[int, int, int]] = []
-        for position, source in enumerate(lease.slots[first : first + count], first):
-            if len(moves) == room:
-                break
-            if source < table.device_slots or table.holds[source] > 1:
-                continue
-            target = table.take(Tier.DEVICE)
-            if target is None:
-                break
-            moves.append((position, source, target))
-            rows.append((table.local(source), target, table.copy_to(target)))
+        movable = [
+            (position, source)
+            for position, source in enumerate(lease.slots[first : first + count], first)
+            if source >= table.device_slots and table.holds[source] == 1
+        ]
+        # Fewer slots than blocks: the end of the prefix stays where it is.
+        targets = table.take(Tier.DEVICE, min(room, len(movable)))
+        moves = [(*one, target) for one, target in zip(movable, targets, strict=False)]
+        rows = [(table.local(source), target, table.copy_to(target)) for _, source, target in moves]
         if not moves:
             return nothing
         self._last_id += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from xinference_xavier.store.jobs import Tier
 
@@ -40,8 +40,7 @@ class SkipReason(StrEnum):
     """No device block may go now, and copies in flight occupy every free host slot."""
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(NamedTuple):
     """The plan for one batch of new blocks.
 
     ``demotions`` are (device slot, host slot, generation of the host slot). ``stores`` are
@@ -74,16 +73,14 @@ class Promotion:
     rows: list[tuple[int, int, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
+class Changes(NamedTuple):
     """Keys that readers can newly get, and keys that they no longer can. Never in both."""
 
     added: list[bytes]
     removed: list[bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """A lease on the blocks in ``rows``, in key order, until ``expires`` on the source's clock.
 
     With no rows there is no lease, and ``lease_id`` is 0.

@@ -25,6 +25,7 @@ of the last lease give the next number.
 
 from __future__ import annotations
 
+import secrets
 from array import array
 from collections.abc import Sequence
 from itertools import repeat
@@ -33,6 +34,9 @@ from xinference_xavier.store.jobs import Tier
 from xinference_xavier.store.order import Rings
 
 FREE, STAGING, ARRIVING, READY, PROMOTED = range(5)
+
+DEVICE, HOST = Tier
+"""Names of their own: an enum's members are slow to get at."""
 
 FREE_RING = (2, 3)
 """Ring of the free slots of each tier; the ring of its evictable blocks is the tier itself."""
@@ -44,7 +48,7 @@ UNPLACED = 0
 class SlotTable:
     """Slots of both tiers with their keys, generations, leases counts and orders.
 
-    About 190 bytes per slot in use, the key's own bytes and the dict's share included.
+    About 230 bytes per slot in use, the key's own bytes and the dict's share included.
     """
 
     def __init__(self, device_slots: int, host_slots: int) -> None:
@@ -60,21 +64,23 @@ class SlotTable:
         self.stamp = array("q", repeat(0, self.slots))
         self.order = Rings(shared, 4)
         self.recency = Rings(shared, 1)
-        self.order.extend(FREE_RING[Tier.DEVICE], shared[:device_slots])
-        self.order.extend(FREE_RING[Tier.HOST], shared[device_slots:])
+        self.order.extend(FREE_RING[DEVICE], shared[:device_slots])
+        self.order.extend(FREE_RING[HOST], shared[device_slots:])
         self.leased = [0, 0]
         self.zombies = [0, 0]
         self.staging = 0
         self.arriving = 0
         self.promoting = 0
         self.clock = 0
-        self.last_generation = 0
+        # From anywhere, so that a reader that reaches the slots of another process or of another
+        # life by mistake does not find the generation it was promised.
+        self.last_generation = secrets.randbits(62)
 
     # What there is.
 
     def tier(self, slot: int) -> Tier:
         """The tier that ``slot`` is in."""
-        return Tier.DEVICE if slot < self.device_slots else Tier.HOST
+        return DEVICE if slot < self.device_slots else HOST
 
     def local(self, slot: int) -> int:
         """The slot's number within its tier."""
@@ -92,6 +98,16 @@ class SlotTable:
         """The least recently used evictable block of ``tier``."""
         return self.order.first(tier)
 
+    def victims(self, tier: Tier, most: int, *, before: int | None = None) -> list[int]:
+        """The ``most`` least recently used evictable blocks of ``tier``, the first one first.
+
+        With ``before`` only those whose last use has a lower number than that.
+        """
+        found, stamp = self.order.first_of(tier, most), self.stamp
+        while before is not None and found and stamp[found[-1]] >= before:
+            found.pop()
+        return found
+
     def is_visible(self, slot: int) -> bool:
         """Whether readers can get the block in ``slot``."""
         key = self.keys[slot]
@@ -108,25 +124,27 @@ class SlotTable:
 
     # New content.
 
-    def take(self, tier: Tier) -> int | None:
-        """Take a free slot of ``tier`` off its ring; the caller gives it content at once."""
-        slot = self.order.first(FREE_RING[tier])
-        if slot is not None:
-            self.order.remove(FREE_RING[tier], slot)
-        return slot
+    def take(self, tier: Tier, most: int = 1) -> list[int]:
+        """Take free slots of ``tier``, at most ``most``; the caller gives them content at once."""
+        return self.order.pop(FREE_RING[tier], most)
 
-    def stage(self, slot: int, key: bytes) -> int:
-        """Let ``key`` be written into ``slot``, just taken; returns the new generation."""
-        self.state[slot] = STAGING
-        self.staging += 1
-        self.keys[slot] = key
-        self.where[key] = slot
-        return self._next_generation(slot)
+    def stage(self, slots: Sequence[int], keys: Sequence[bytes]) -> range:
+        """Let each key be written into its slot, just taken; returns the new generations."""
+        state, mine, generation = self.state, self.keys, self.generation
+        numbers = self._next_generations(len(slots))
+        for slot, key, number in zip(slots, keys, numbers, strict=True):
+            state[slot] = STAGING
+            mine[slot] = key
+            generation[slot] = number
+        self.where.update(zip(keys, slots, strict=True))
+        self.staging += len(slots)
+        return numbers
 
-    def publish(self, slots: Sequence[int]) -> None:
+    def publish(self, slots: list[int]) -> None:
         """Staged blocks become ready; the last of ``slots`` is the most recently used."""
+        state = self.state
         for slot in slots:
-            self.state[slot] = READY
+            state[slot] = READY
         self.staging -= len(slots)
         self._append(slots)
 
@@ -144,40 +162,55 @@ class SlotTable:
             self.arriving -= 1
         else:
             self.promoting -= 1
-        self._release_slot(slot)
+        self._release([slot])
 
-    def evict(self, slot: int) -> bytes:
-        """An evictable block goes; returns its key."""
-        key = self._forget(slot)
-        self._remove_one(slot)
-        self._release_slot(slot)
-        return key
+    def evict(self, slots: list[int]) -> list[bytes]:
+        """Evictable blocks of one tier go; returns their keys."""
+        if not slots:
+            return []
+        gone = [self._forget(slot) for slot in slots]
+        self.order.remove_all(self.tier(slots[0]), slots)
+        self.recency.remove_all(0, slots)
+        self._release(slots)
+        return gone
 
     # Demotion: the block's place in the recency order waits in its target slot.
 
-    def demote(self, source: int, target: int) -> int:
-        """Move the evictable block of ``source`` towards ``target``, just taken.
+    def demote(self, sources: Sequence[int], targets: Sequence[int]) -> range:
+        """Move evictable device blocks towards ``targets``, just taken.
 
-        ``source`` leaves every order and is the caller's. Returns the generation of ``target``.
+        The sources leave every order and are the caller's. Returns the targets' generations.
         """
-        self.order.remove(Tier.DEVICE, source)
-        self.recency.replace(source, target)
-        self.stamp[target] = self.stamp[source]
-        self.state[target] = ARRIVING
-        self.arriving += 1
-        key = self._key(source)
-        self.keys[target] = key
-        self.where[key] = target
-        return self._next_generation(target)
+        state, stamp, keys, generation = self.state, self.stamp, self.keys, self.generation
+        self.order.remove_all(DEVICE, sources)
+        self.recency.replace_all(sources, targets)
+        numbers = self._next_generations(len(targets))
+        moved = [self._key(source) for source in sources]
+        for source, target, key, number in zip(sources, targets, moved, numbers, strict=True):
+            stamp[target] = stamp[source]
+            state[target] = ARRIVING
+            keys[target] = key
+            generation[target] = number
+        self.where.update(zip(moved, targets, strict=True))
+        self.arriving += len(targets)
+        return numbers
 
-    def arrive(self, slot: int) -> None:
-        """An arriving block becomes ready, at its old place."""
-        self.arriving -= 1
-        self.state[slot] = READY
-        if self.stamp[slot] == UNPLACED:
-            self._append([slot])
-        else:
-            self.order.insert_after(Tier.HOST, self._host_predecessor(slot), slot)
+    def arrive(self, slots: Sequence[int]) -> None:
+        """Arriving blocks become ready, at their old places; cheap where these are ascending."""
+        order, state, stamp, following = self.order, self.state, self.stamp, self.order.following
+        end = before = order.sentinel(HOST)
+        self.arriving -= len(slots)
+        for slot in slots:
+            state[slot] = READY
+            mine = stamp[slot]
+            if mine == UNPLACED:
+                self._append([slot])
+                continue
+            after = following[before]
+            if before == end or stamp[before] > mine or (after != end and stamp[after] < mine):
+                before = self._host_predecessor(slot)
+            order.insert_after(HOST, before, slot)
+            before = slot
 
     def lose(self, slot: int) -> bytes:
         """An arriving block is given up, its slot free; returns its key."""
@@ -196,7 +229,7 @@ class SlotTable:
         order, stamp = self.order, self.stamp
         # Oldest first: the search goes on where it stopped, and passes over nothing but blocks
         # that came back from earlier failures, since all others were used later.
-        before = end = order.sentinel(Tier.DEVICE)
+        before = end = order.sentinel(DEVICE)
         for source, target, generation in moves:
             self._forget(source)
             key = self._key(target)
@@ -211,8 +244,8 @@ class SlotTable:
                 mine = stamp[source] = stamp[target]
                 while (after := order.following[before]) != end and stamp[after] < mine:
                     before = after
-                order.insert_after(Tier.DEVICE, before, source)
-                self.recency.replace(target, source)
+                order.insert_after(DEVICE, before, source)
+                self.recency.replace_all([target], [source])
                 before = source
             self.reclaim(target)
 
@@ -225,7 +258,9 @@ class SlotTable:
         """
         self.state[slot] = PROMOTED
         self.promoting += 1
-        return self._next_generation(slot)
+        [number] = self._next_generations(1)
+        self.generation[slot] = number
+        return number
 
     def promote(self, source: int, target: int) -> None:
         """The leased block of ``source`` is in ``target`` now, leases and all; ``source`` is free.
@@ -238,9 +273,9 @@ class SlotTable:
         self.state[target] = READY
         self.promoting -= 1
         self.holds[target], self.holds[source] = self.holds[source], 0
-        self.leased[Tier.HOST] -= 1
-        self.leased[Tier.DEVICE] += 1
-        self._release_slot(source)
+        self.leased[HOST] -= 1
+        self.leased[DEVICE] += 1
+        self._release([source])
 
     # Use.
 
@@ -270,7 +305,7 @@ class SlotTable:
                 fresh.append(slot)
             holds[slot] += 1
         self.recency.remove_all(0, fresh)
-        for tier, part in zip(Tier, self._by_tier(fresh), strict=True):
+        for tier, part in self._by_tier(fresh):
             self.order.remove_all(tier, part)
             self.leased[tier] += len(part)
 
@@ -286,11 +321,10 @@ class SlotTable:
             if not holds[slot]:
                 loose.append(slot)
         counts = self.zombies if zombie else self.leased
-        for tier, part in zip(Tier, self._by_tier(loose), strict=True):
+        for tier, part in self._by_tier(loose):
             counts[tier] -= len(part)
         if zombie:
-            for slot in loose:
-                self._release_slot(slot)
+            self._release(loose)
         else:
             self._append(loose)
 
@@ -310,23 +344,32 @@ class SlotTable:
 
     # Inner parts.
 
-    def _next_generation(self, slot: int) -> int:
-        self.last_generation += 1
-        self.generation[slot] = self.last_generation
-        return self.last_generation
+    def _next_generations(self, count: int) -> range:
+        first = self.last_generation + 1
+        self.last_generation += count
+        return range(first, first + count)
 
-    def _by_tier(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _by_tier(self, slots: list[int]) -> list[tuple[Tier, list[int]]]:
+        """Split slots by tier, in their order; without tiers that have none of them."""
         border = self.device_slots
-        return [slot for slot in slots if slot < border], [slot for slot in slots if slot >= border]
+        if not slots:
+            return []
+        if max(slots) < border:
+            return [(DEVICE, slots)]
+        if min(slots) >= border:
+            return [(HOST, slots)]
+        return [
+            (DEVICE, [slot for slot in slots if slot < border]),
+            (HOST, [slot for slot in slots if slot >= border]),
+        ]
 
-    def _append(self, slots: Sequence[int]) -> None:
-        stamp, clock = self.stamp, self.clock
-        for slot in slots:
-            clock += 1
-            stamp[slot] = clock
-        self.clock = clock
+    def _append(self, slots: list[int]) -> None:
+        stamp = self.stamp
+        for number, slot in enumerate(slots, self.clock + 1):
+            stamp[slot] = number
+        self.clock += len(slots)
         self.recency.extend(0, slots)
-        for tier, part in zip(Tier, self._by_tier(slots), strict=True):
+        for tier, part in self._by_tier(slots):
             self.order.extend(tier, part)
 
     def _remove_one(self, slot: int) -> None:
@@ -344,12 +387,14 @@ class SlotTable:
         del self.where[key]
         return key
 
-    def _release_slot(self, slot: int) -> None:
-        ring = FREE_RING[self.tier(slot)]
-        self.state[slot] = FREE
-        self.keys[slot] = None
-        # At the front: the slot used last is the one most likely to be in a cache.
-        self.order.insert_after(ring, self.order.sentinel(ring), slot)
+    def _release(self, slots: list[int]) -> None:
+        state, keys = self.state, self.keys
+        for slot in slots:
+            state[slot] = FREE
+            keys[slot] = None
+        # At the front: the slots used last are those most likely to be in a cache.
+        for tier, part in self._by_tier(slots):
+            self.order.extend_front(FREE_RING[tier], part)
 
     def _host_predecessor(self, slot: int) -> int:
         """The node of the host ring behind which the arriving ``slot`` belongs.
@@ -365,11 +410,11 @@ class SlotTable:
         before, after = recency.preceding[slot], recency.following[slot]
         while True:
             if before == end:
-                return self.order.sentinel(Tier.HOST)
+                return self.order.sentinel(HOST)
             if before >= border and state[before] == READY:
                 return before
             if after == end:
-                return self.order.preceding[self.order.sentinel(Tier.HOST)]
+                return self.order.preceding[self.order.sentinel(HOST)]
             if after >= border and state[after] == READY:
                 return self.order.preceding[after]
             before, after = recency.preceding[before], recency.following[after]

@@ -63,7 +63,7 @@ class Faults:
             self._faults.pop((member, tier, transport), None)
 
     def demoted(self, member: int, tier: Tier, transport: str) -> bool:
-        """Return whether a transport is to be passed over for a tier of a peer."""
+        """Return whether a transport is to be tried last for a tier of a peer."""
         with self._lock:
             fault = self._faults.get((member, tier, transport))
         return fault is not None and fault.count >= _LIMIT and self._clock() - fault.at < DEMOTION_S

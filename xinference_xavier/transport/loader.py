@@ -12,33 +12,37 @@ network read hits only staging slots, which stay out of use until it is over.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Final
 
 from xinference_xavier.layout import BlockLayout
 from xinference_xavier.store.arena import SlotMemory
+from xinference_xavier.store.checksum import Verifier
 from xinference_xavier.store.copier import CHECKSUM, EngineClosed
 from xinference_xavier.store.device import Device, Mark
 from xinference_xavier.store.jobs import (
+    NOT_STARTED,
     OWN_STORE,
     LoadJob,
     LoadResult,
     LoadSegment,
-    SegmentResult,
     Tier,
+    failed_segment,
 )
 from xinference_xavier.store.threads import start_thread
 from xinference_xavier.transport.base import WorkerHandle
+from xinference_xavier.transport.gate import Gate
 from xinference_xavier.transport.links import PeerLinks
 from xinference_xavier.transport.pool import StagingPool
 from xinference_xavier.transport.promotion import promote
-from xinference_xavier.transport.segment import Means, SegmentLoad, Verifier, tiers_of
+from xinference_xavier.transport.segment import Means, SegmentLoad, tiers_of
 from xinference_xavier.transport.select import Transports
 from xinference_xavier.transport.tasks import Tasks
 
@@ -51,26 +55,44 @@ QUARANTINE_S: Final = 0.1
 """How often they ask whether quarantined staging slots came free, while there are any."""
 
 
-@dataclass(frozen=True, slots=True)
+OVERDUE_S: Final = 0.5
+"""A load is given up this long after its deadline; its thread, which knows more, comes first."""
+
+
+@dataclass(slots=True)
 class _Task:
     job: LoadJob
     peers: Mapping[int, WorkerHandle]
     after: Mark | None
     submitted: float
+    gate: Gate = field(default_factory=Gate)
+    segment: int | None = None
+    """The segment that is being loaded, None before the first."""
+    slow: bool = False
+    """Whether the thread that has it is one of those that load from peers."""
+    stuck: bool = False
+    """Whether it was given up while such a thread had it."""
+
+    @property
+    def deadline(self) -> float:
+        return self.submitted + self.job.timeout_s
 
 
 class LoadEngine:
     """Runs load jobs on a few threads ``xavier-load-N``.
 
     ``submit``, ``poll`` and ``quarantined`` are for the worker's main thread and never wait. Each
-    job gives exactly one result, within its timeout plus the end of a local copy.
+    job gives exactly one result, within its timeout plus the end of a local copy: :meth:`poll`
+    gives up what hangs elsewhere. While every thread that may run loads from peers hangs, such
+    loads fail at once.
 
     Of several threads the first takes only loads that no peer can hold up (see ``tasks``). It does
     not look after connections either, since closing one may wait for its transport.
 
     Failed rows carry one reason per segment: ``generation`` (the slot holds something else),
     ``checksum``, ``timeout``, ``transfer`` (the read failed), ``unavailable`` (no path to the
-    peer), ``skipped`` (an earlier row of the prefix failed, so this one is useless) or ``closed``.
+    peer), ``skipped`` (an earlier row of the prefix failed, so this one is useless), ``closed`` or
+    ``not started`` (no thread was free in time).
     """
 
     def __init__(
@@ -106,6 +128,9 @@ class LoadEngine:
         self._results: SimpleQueue[LoadResult] = SimpleQueue()
         self._lock = threading.Lock()
         self._pending = 0
+        self._running: dict[int, _Task] = {}
+        self._stuck = 0
+        self._slow_threads = threads if threads == 1 else threads - 1
         self._closed = False
         self._quarantined = 0
         self._looking = threading.Lock()
@@ -140,15 +165,23 @@ class LoadEngine:
         with self._lock:
             if self._closed:
                 raise EngineClosed(f"load engine is closed: load job {job.job_id} is not taken")
-            self._pending += 1
             quick = all(
                 segment.member == OWN_STORE or self._is_mapped(segment, peers)
                 for segment in job.segments
             )
-            self._tasks.put(_Task(job, peers, after, time.monotonic()), quick=quick)
+            task = _Task(job, peers, after, time.monotonic())
+            self._pending += 1  # last: a job that cannot even be looked at has no result
+            if not quick and self._stuck >= self._slow_threads:
+                peers_first = (n for n, s in enumerate(job.segments) if s.member != OWN_STORE)
+                task.segment = next(peers_first)  # our own store is not to blame
+                self._results.put(_failed(task, "unavailable"))
+                return
+            self._running[job.job_id] = task
+            self._tasks.put(task, quick=quick)
 
     def poll(self) -> list[LoadResult]:
         """Return the results that are ready, each once."""
+        self._give_up_overdue()
         results: list[LoadResult] = []
         while not self._results.empty():
             results.append(self._results.get())
@@ -187,12 +220,42 @@ class LoadEngine:
             if taken is None:
                 return
             task, quick = taken
+            task.slow = not only_quick
             result = self._load(task, quick, verifier)
             if not quick:
                 self._look_at_quarantine()
-            self._results.put(result)
+            self._end(task, result)
             if not only_quick:
                 pause = self._tidy()
+
+    def _end(self, task: _Task, result: LoadResult) -> None:
+        """Report a load, unless that was done because its thread, this one, was stuck."""
+        with self._lock:
+            if task.gate.shut():
+                del self._running[task.job.job_id]
+                self._results.put(result)
+            elif task.stuck:
+                self._stuck -= 1
+
+    def _give_up_overdue(self) -> None:
+        """Report loads whose thread hangs, or that no thread took since all of them hang."""
+        if not self._running:
+            return
+        limit = time.monotonic() - OVERDUE_S
+        with self._lock:
+            for task in [task for task in self._running.values() if task.deadline < limit]:
+                if not task.gate.shut():
+                    continue  # it writes into KV blocks: nothing may be reported before that ends
+                del self._running[task.job.job_id]
+                begun = task.segment is not None
+                task.stuck = begun and task.slow
+                self._stuck += task.stuck
+                logger.error(
+                    "Xavier gave up the load of request %s: %s",
+                    task.job.request_id,
+                    "its thread hangs" if begun else "no thread was free",
+                )
+                self._results.put(_failed(task, "timeout" if begun else NOT_STARTED))
 
     def _tidy(self) -> float:
         """Do a bit of work between loads; return in how many seconds there is more of it."""
@@ -231,7 +294,7 @@ class LoadEngine:
         job = task.job
         result = LoadResult(job.job_id, job.request_id)
         stop = "closed" if self._abandon.is_set() else None
-        for segment in job.segments:
+        for task.segment, segment in enumerate(job.segments):
             if stop is None:
                 part = SegmentLoad(
                     self._means,
@@ -239,17 +302,30 @@ class LoadEngine:
                     request_id=job.request_id,
                     peer=task.peers.get(segment.member),
                     after=task.after,
-                    deadline=task.submitted + job.timeout_s,
+                    deadline=task.deadline,
                     quick=quick,
                     verifier=verifier,
+                    gate=task.gate,
                 ).run()
                 if part.failed_rows:
                     stop = "skipped"
             else:
-                rows = set(range(len(segment.rows)))
-                part = SegmentResult(segment.member, "none", failed_rows=rows, reason=stop)
+                part = failed_segment(segment, stop)
             result.segments.append(part)
         if stop is None and len(job.promotions):
-            result.promoted = promote(self._means, job)
+            with contextlib.suppress(TimeoutError), task.gate.writing():
+                # Through the gate: a load that is given up leaves the device slots to others.
+                result.promoted = promote(self._means, job)
         result.seconds = time.monotonic() - task.submitted
         return result
+
+
+def _failed(task: _Task, reason: str) -> LoadResult:
+    """Return the result of a load of which nothing counts; ``reason`` is its current segment's."""
+    current = task.segment or 0
+    segments = [
+        failed_segment(segment, reason if number == current else "skipped")
+        for number, segment in enumerate(task.job.segments)
+    ]
+    seconds = time.monotonic() - task.submitted
+    return LoadResult(task.job.job_id, task.job.request_id, segments, seconds)

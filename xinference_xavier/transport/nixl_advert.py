@@ -71,13 +71,18 @@ def decode(blob: bytes) -> Advert:
             Tier(int(key)): TierRegions(_region(data), _region(meta))
             for key, (data, meta) in document["tiers"].items()
         }
-        slot_bytes = int(document["slot_bytes"])
+        slot_bytes = _whole(document["slot_bytes"])
+        if not slot_bytes:
+            raise ValueError("slots of 0 bytes")
         agent = base64.b64decode(document["agent"], validate=True)
         advert = Advert(agent, slot_bytes, tiers, _path(document["path"]))
         for tier, regions in tiers.items():
-            if regions.meta.nbytes * slot_bytes != regions.data.nbytes * META_BYTES:
+            slots, rest = divmod(regions.data.nbytes, slot_bytes)
+            if rest or regions.meta.nbytes != slots * META_BYTES:
                 raise ValueError(f"{tier.name} data and meta differ in their number of slots")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+    except (
+        ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
+    ) as exc:  # fmt: skip
         raise TransportUnavailable(f"the peer's NIXL metadata is malformed: {exc!r}") from exc
     return advert
 
@@ -90,10 +95,12 @@ def _path(item: Mapping[str, object]) -> PathHints:
 
 def _region(item: Sequence[object]) -> Region:
     kind, device, address, nbytes = item
-    return Region(str(kind), _whole(device, 31), _whole(address), _whole(nbytes))
+    region = Region(str(kind), _whole(device, 31), _whole(address), _whole(nbytes))
+    _whole(region.address + region.nbytes)
+    return region
 
 
 def _whole(value: object, bits: int = 63) -> int:
-    if not isinstance(value, int) or not 0 <= value < 1 << bits:
-        raise ValueError(f"{value!r} is not a number of {bits} bits")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << bits:
+        raise ValueError(f"{value!r:.40} is not a number of {bits} bits")
     return value

@@ -3,10 +3,11 @@
 
 UCX reads directly over RDMA, and on one host with the kernel's cross-memory attach (CMA). Where it
 has nothing but sockets it emulates a READ: the *source* sends the bytes. Besides being slow, that
-endangers the source: when it is stalled while a reader vanishes, UCX aborts the source's process
-as it goes on ("Fatal: unexpected error: Endpoint timeout", seen with UCX in NIXL 1.5.1). A reader
-must not be able to take a serving worker down, so such peers are left to the xoscar transport,
-unless ``UCX_TLS`` is set: then the choice of transports is the operator's.
+endangers the source: when it is stalled, or the network is cut, while a reader vanishes, UCX may
+abort the source's process as it goes on ("Fatal: unexpected error: Endpoint timeout", seen with UCX
+in NIXL 1.5.1). No setting of UCX changes that: sending the answer fails, and there that is fatal. A
+reader must not be able to take a serving worker down, so such peers are left to the xoscar
+transport, unless ``UCX_TLS`` is set: then the choice of transports is the operator's.
 
 There are two guards. :func:`obstacle` predicts the path before anything is sent. And our agents
 have UCX's emulation switched off (``nixl_agent``), so that a READ for which UCX finds no direct
@@ -62,7 +63,8 @@ def obstacle(ours: PathHints, theirs: PathHints) -> str | None:
         return None
     return (
         f"UCX has only sockets to this peer (no RDMA device on both sides, and no access to its "
-        f"memory: {refusal}); set UCX_TLS to use NIXL over them nevertheless"
+        f"memory: {refusal}); UCX_TLS can allow NIXL over them, but then readers that vanish may "
+        "abort the source's process"
     )
 
 

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from xinference_xavier.layout import BlockLayout
 from xinference_xavier.store.arena import SlotMemory
-from xinference_xavier.store.checksum import Checksummer
+from xinference_xavier.store.checksum import Mask, Verifier
 from xinference_xavier.store.cuda import CudaError
 from xinference_xavier.store.device import Device, IntArray, Mark
 from xinference_xavier.store.jobs import OWN_STORE, LoadSegment, SegmentResult, Tier
@@ -33,6 +32,7 @@ from xinference_xavier.transport.base import (
     WorkerHandle,
 )
 from xinference_xavier.transport.faults import blames
+from xinference_xavier.transport.gate import Gate
 from xinference_xavier.transport.links import Paths, PeerLinks
 from xinference_xavier.transport.pool import StagingPool
 
@@ -40,10 +40,6 @@ logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES: Final = 32 << 20
 """A thread looks at the clock after copying this much, some 10 ms."""
-
-_VERIFY_SLOTS: Final = 16
-
-_Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +75,11 @@ class SegmentLoad:
         deadline: float,
         quick: bool,
         verifier: Verifier | None,
+        gate: Gate,
     ) -> None:
         """``peer`` is the handle of the segment's member, ``deadline`` a monotonic instant.
 
-        Nothing is written into KV blocks before the mark ``after``.
+        Nothing is written into KV blocks before the mark ``after``, or when ``gate`` is shut.
 
         A ``quick`` load opens no connection: it uses memory that is mapped already, or fails.
         """
@@ -94,7 +91,8 @@ class SegmentLoad:
         self._deadline = deadline
         self._quick = quick
         self._verifier = verifier
-        self._good: _Mask = np.zeros(len(segment.rows), dtype=np.bool_)
+        self._gate = gate
+        self._good: Mask = np.zeros(len(segment.rows), dtype=np.bool_)
         self._result = SegmentResult(segment.member, "none")
         self._connected: float | None = None
         self._read_at = 0.0
@@ -205,7 +203,7 @@ class SegmentLoad:
         self._used[tier] = paths[tier]
         return paths[tier]
 
-    def _copy(self, view: SlotView, rows: IntArray) -> _Mask:
+    def _copy(self, view: SlotView, rows: IntArray) -> Mask:
         """Copy mapped slots straight into KV blocks; return which rows are good."""
         slots, promised, blocks = rows[:, 1], rows[:, 2], rows[:, 3]
         if ((slots < 0) | (slots >= len(view.data))).any():
@@ -217,7 +215,7 @@ class SegmentLoad:
         good &= _holds(meta[slots, 0], promised)
         return self._judge(good, blocks, checksums)
 
-    def _fetch(self, connection: Connection, chunk: IntArray, mine: IntArray, good: _Mask) -> None:
+    def _fetch(self, connection: Connection, chunk: IntArray, mine: IntArray, good: Mask) -> None:
         """Read rows ``mine`` of the chunk through staging slots, as many at once as are free."""
         ours = self._means.arenas[connection.staging]
         pool = self._means.pools[connection.staging]
@@ -241,12 +239,13 @@ class SegmentLoad:
             done += len(part)
 
     def _scatter(self, data: torch.Tensor, slots: IntArray, blocks: IntArray) -> None:
-        try:
-            self._means.device.scatter(data, slots, blocks)
-        finally:
-            self._means.device.fence()
+        with self._gate.writing():
+            try:
+                self._means.device.scatter(data, slots, blocks)
+            finally:
+                self._means.device.fence()
 
-    def _judge(self, good: _Mask, blocks: IntArray, checksums: IntArray) -> _Mask:
+    def _judge(self, good: Mask, blocks: IntArray, checksums: IntArray) -> Mask:
         """Return which copied rows count, after verification, and note why others do not."""
         if not good.all():
             self._result.reason = "generation"
@@ -262,7 +261,7 @@ class SegmentLoad:
                 self._request_id,
                 self._segment.member,
             )
-        verified: _Mask = good.copy()
+        verified: Mask = good.copy()
         verified[good] = equal
         return verified
 
@@ -277,35 +276,12 @@ class SegmentLoad:
         )
 
 
-class Verifier:
-    """Compares KV blocks after a load with the checksums of their slots. One per thread."""
-
-    def __init__(self, layout: BlockLayout, device: Device) -> None:
-        self._device = device
-        self._scratch = torch.zeros((_VERIFY_SLOTS, layout.slot_bytes), dtype=torch.uint8)
-        self._checksummer = Checksummer(layout.block_bytes)
-
-    def equal(self, blocks: IntArray, checksums: IntArray) -> _Mask:
-        """Return per block whether its bytes have the checksum; 0, not recorded, never matches."""
-        found = np.empty(len(blocks), dtype=np.int64)
-        for start in range(0, len(blocks), _VERIFY_SLOTS):
-            part = blocks[start : start + _VERIFY_SLOTS]
-            places = np.arange(len(part), dtype=np.int64)
-            try:
-                self._device.gather(part, self._scratch, places)
-            finally:
-                self._device.fence()
-            found[start : start + len(part)] = self._checksummer.of(self._scratch, places)
-        equal: _Mask = found == checksums
-        return equal
-
-
 def tiers_of(segment: LoadSegment) -> set[int]:
     """Return the numbers of the tiers that a segment has rows of."""
     return set(segment.rows[:, 0].tolist())
 
 
-def _holds(generations: IntArray, promised: IntArray) -> _Mask:
+def _holds(generations: IntArray, promised: IntArray) -> Mask:
     """Return where a slot has the promised content; 0 is a slot being written."""
-    holds: _Mask = (generations == promised) & (promised != 0)
+    holds: Mask = (generations == promised) & (promised != 0)
     return holds

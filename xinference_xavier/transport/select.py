@@ -3,7 +3,7 @@
 
 ``auto`` tries them in order of speed and takes the first that connects and, where slots must be
 fetched, delivers a first one; a forced choice has no fallback. A transport whose reads from a tier
-fail is passed over for that tier for a while. Every refusal is counted under its reason, so that
+fail comes last for that tier for a while. Every refusal is counted under its reason, so that
 a slow path is never taken silently.
 
 ``cuda_ipc`` and ``shm`` are one pair: the first maps the tiers that peers keep on their GPU, the
@@ -155,13 +155,14 @@ class Transports:
             self._count("any", reason)
             raise TransportUnavailable(reason)
         ways = [way for way in self._transports if way.serves(peer.arenas[tier])]
+        demoted = [way for way in ways if self._faults.demoted(member, tier, way.name)]
+        if len(demoted) < len(ways):
+            for way in demoted:
+                self._count(way.name, "demoted for a peer whose reads failed")
         reasons: list[str] = []
-        for transport in ways:
-            # A forced transport is tried all the same: nothing else could be.
-            wary = len(ways) > 1 and self._faults.demoted(member, tier, transport.name)
+        # Last, not never: between hosts there may be no other, and networks recover.
+        for transport in [*(way for way in ways if way not in demoted), *demoted]:
             try:
-                if wary:
-                    raise TransportUnavailable("demoted for a peer whose reads failed")
                 return self._open(transport, member, peer, tier, pools, deadline)
             except TransportUnavailable as error:
                 self._count(transport.name, str(error))
@@ -332,6 +333,7 @@ def _start(name: str, own: _Own, published: Published) -> tuple[Transport, str |
         raise TransportUnavailable(f"xoscar is not installed: {error}") from error
     xoscar = XoscarTransport(
         views=own.views(),
+        nonces={tier: arena.handle().nonce for tier, arena in own.arenas.items()},
         slot_bytes=own.slot_bytes,
         staging=own.staging[Tier.HOST],
         host=own.host,

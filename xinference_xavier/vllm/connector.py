@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -21,13 +22,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from xinference_xavier.launch_note import end_with_launcher, reported
+from xinference_xavier.launch_note import reported
 from xinference_xavier.metrics.table import USAGE
 from xinference_xavier.options import split_options
-from xinference_xavier.vllm.compat import check_version, join_logging
+from xinference_xavier.secret import group_secret
+from xinference_xavier.vllm.compat import join_logging
+from xinference_xavier.vllm.contract import check_contract
 from xinference_xavier.vllm.engine import check_engine_config
 from xinference_xavier.vllm.identity import fix_hash_seed
 from xinference_xavier.vllm.metadata import ConnectorMeta, Handshake, WorkerMeta
+from xinference_xavier.vllm.orphan import end_with_parent
 from xinference_xavier.vllm.scheduler import SchedulerSide
 from xinference_xavier.vllm.stats import XavierPromMetrics, XavierStats
 from xinference_xavier.vllm.worker import WorkerSide
@@ -81,17 +85,19 @@ class XavierConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         with reported():
-            check_version()
             extra = self._kv_transfer_config.kv_connector_extra_config
             options, deployment = split_options(extra)
+            secret = group_secret(os.environ)
             # A failed load must lead to recomputation; vLLM's default fails the request. vLLM
             # reads this field right after it has made the scheduler side.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             fix_hash_seed()
             check_engine_config(vllm_config, kv_cache_config)
             if role is KVConnectorRole.SCHEDULER:
-                end_with_launcher()
-                self._scheduler = SchedulerSide(vllm_config, options, deployment, self.failures)
+                end_with_parent()
+                self._scheduler = SchedulerSide(
+                    vllm_config, options, deployment, secret, self.failures
+                )
             else:
                 self._worker = WorkerSide(vllm_config, kv_cache_config, options, deployment)
 
@@ -163,8 +169,8 @@ class XavierConnector(KVConnectorBase_V1):
         return False, None if usage is None else {USAGE: usage}
 
     def has_pending_push_work(self) -> bool:
-        """Keep an idle engine stepping while a pin is held or a load is under way."""
-        return self._scheduler is not None and self._scheduler.pending
+        """Keep an idle engine stepping; see :attr:`SchedulerSide.must_step`."""
+        return self._scheduler is not None and self._scheduler.must_step
 
     @fails_open(lambda: False)
     def reset_cache(self) -> bool | None:
@@ -269,3 +275,6 @@ class XavierConnector(KVConnectorBase_V1):
     ) -> XavierPromMetrics:
         """Register our metrics beside vLLM's."""
         return XavierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+check_contract(XavierConnector, KVConnectorBase_V1, own=("scheduler_side", "worker_side"))

@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from xinference_xavier.features import EngineFacts, RequestFacts, check_engine
 from xinference_xavier.options import OptionError
 from xinference_xavier.preflight import EngineClaim
+from xinference_xavier.vllm.compat import measures_kv_scales
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,13 +45,14 @@ def engine_facts(config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFa
             _spec_kinds(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups
         ),
         kv_dtype=str(cache.cache_dtype),
-        dynamic_kv_scales=bool(cache.calculate_kv_scales),
+        dynamic_kv_scales=measures_kv_scales(cache),
         kv_role=str(transfer.kv_role) if transfer is not None else "kv_both",
         lora=config.lora_config is not None,
         speculative=config.speculative_config is not None,
         encoder_decoder=bool(model.is_encoder_decoder),
         pooling=model.runner_type == "pooling",
         sleep_mode=bool(model.enable_sleep_mode),
+        weight_transfer=config.weight_transfer_config is not None,
     )
 
 

@@ -8,21 +8,25 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from huggingface_hub import snapshot_download
 
+from xinference_xavier import __version__
 from xinference_xavier.identity import fingerprint, weights_identity
+from xinference_xavier.installed import vllm_version
 from xinference_xavier.options import OptionError, XavierOptions
-from xinference_xavier.vllm.compat import vllm_version
 from xinference_xavier.vllm.metadata import Handshake
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 SEED_VARIABLE: Final = "PYTHONHASHSEED"
 DEFAULT_SEED: Final = "0"
+
+_PATH_KEY: Final = "_name_or_path"
+"""Where transformers keeps the path that a configuration was read from."""
 
 
 def fix_hash_seed() -> None:
@@ -47,11 +51,12 @@ def group_fingerprint(
     seed = os.environ.get(SEED_VARIABLE, "")
     return fingerprint(
         {
-            "model": model.model,
+            # The user's word stands for all of it: a host may keep the files elsewhere.
+            "model": None if options.xavier_identity else model.model,
             "revision": model.revision,
             "weights": options.xavier_identity or _weights(config),
             # As vLLM resolved it: overrides and another config path are in it.
-            "config": json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str),
+            "config": json.dumps(_settings(model), sort_keys=True, default=str),
             # Some rotary embeddings choose their factors by it.
             "max_model_len": model.max_model_len,
             "dtype": str(model.dtype),
@@ -66,10 +71,17 @@ def group_fingerprint(
             "hash_algorithm": str(cache.prefix_caching_hash_algo),
             "hash_seed": hashlib.sha256(seed.encode()).hexdigest(),
             "vllm": vllm_version(),
+            # Two versions of this package may not understand each other's messages.
+            "xavier": __version__,
             # A reader that compares checksums needs sources that publish them.
             "verify": options.xavier_verify,
         }
     )
+
+
+def _settings(model: ModelConfig) -> dict[str, Any]:
+    """Return what the model is configured to be, whatever the path of its files."""
+    return {key: value for key, value in model.hf_config.to_dict().items() if key != _PATH_KEY}
 
 
 def _weights(config: VllmConfig) -> str:

@@ -145,6 +145,11 @@ class Lookups:
         """Return the plans of waiting requests, by request id."""
         return self._promises
 
+    @property
+    def open(self) -> int:
+        """How many plans and misses wait for vLLM to settle their requests."""
+        return len(self._promises) + len(self._missed)
+
     def begin(self, request: WaitingRequest) -> None:
         """Start reserving for a request that vLLM just added."""
         keys = request.block_hashes

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from xinference_xavier import launch_note
 from xinference_xavier.control.mirror import Mirror
 from xinference_xavier.control.runtime import ControlRuntime
+from xinference_xavier.control.trust import GroupKey
 from xinference_xavier.options import Deployment, XavierOptions
 from xinference_xavier.sizes import format_size
 from xinference_xavier.store.index import SnapshotIndex
@@ -67,17 +68,19 @@ def assemble(
     config: VllmConfig,
     options: XavierOptions,
     deployment: Deployment,
+    secret: str | None,
     ranks: Sequence[Handshake],
     blocks: Blocks,
     pace: Pace,
     counters: Counters,
     status: Callable[[], dict[str, Any]],
+    audit: Callable[[], dict[str, Any]],
     clear: Callable[[], dict[str, Any]],
     close: Callable[[float], dict[str, Any]],
     limit: Callable[[int | None, int | None], dict[str, Any]],
     withdraw: Callable[[], None],
 ) -> Parts:
-    """Make the parts for these workers, and start the control thread with the five hooks.
+    """Make the parts for these workers, and start the control thread with the six hooks.
 
     Called once, on the engine's thread, before the first request. Raises OptionError or
     RuntimeError, which fail the launch.
@@ -95,10 +98,11 @@ def assemble(
         name=deployment.xavier_member,
         host=deployment.xavier_host,
         directory=deployment.xavier_directory,
-        namespace=deployment.xavier_namespace,
+        key=GroupKey(deployment.xavier_namespace, secret),
         fingerprint=group_fingerprint(config, ranks, options),
         workers=tuple(rank.worker for rank in ranks),
         status_hook=status,
+        audit_hook=audit,
         clear_hook=clear,
         close_hook=close,
         limit_hook=limit,
@@ -153,5 +157,5 @@ def assemble(
         "unpinned_reason": next((r.unpinned_reason for r in ranks if r.unpinned_reason), None),
     }
     control.start(START_TIMEOUT_S)
-    launch_note.write_peer(control.address)
+    launch_note.write_peer(control.contact.to_text())
     return Parts(index, control, lookups, loads, saves, shape, publishing)

@@ -34,6 +34,9 @@ PIN_SHARE: Final = 8
 """Pins stay below one of this many parts of vLLM's pool, or half of what is free if that is more:
 pins only hurt when blocks are short. None is taken while less than a sixteenth is free."""
 
+MOST_REASONS: Final = 64
+"""Reasons of failures that are told apart: some are texts of errors."""
+
 Publish = Callable[[Sequence[bytes], Sequence[bytes]], None]
 """Tells the directory of keys that came and keys that went."""
 
@@ -117,6 +120,11 @@ class Saves:
         """How many jobs the workers have not finished reporting."""
         return len(self._jobs)
 
+    @property
+    def following(self) -> int:
+        """How many requests are followed."""
+        return len(self._tracked)
+
     def admitted(
         self,
         request: SavableRequest,
@@ -199,7 +207,9 @@ class Saves:
             job.failed_demotions.update(result.failed_demotions)
             job.failed_stores |= result.failed_stores
             if result.reason is not None:
-                self._counters.saves_failed[result.reason] += len(result.failed_stores)
+                failed = self._counters.saves_failed
+                told = result.reason in failed or len(failed) < MOST_REASONS
+                failed[result.reason if told else "other"] += len(result.failed_stores)
             if job.ranks_left == 0:
                 del self._jobs[result.job_id]
                 self._commit(result.job_id, job)

@@ -5,8 +5,8 @@ This module only composes: `lookup` finds what can be loaded, `loads` follows lo
 follows copies into the store, `control` talks to the other replicas. Two kinds of thread come
 here. The engine's thread calls every hook of vLLM and waits for no RPC and no copy (commits and
 releases take the index's lock, for microseconds). The control thread, for peers and operators,
-calls :meth:`SchedulerSide.status`, :meth:`clear` and :meth:`close`, none of which needs an engine
-step, except that ``close`` gives work in flight its deadline.
+calls :meth:`SchedulerSide.status`, :meth:`audit`, :meth:`clear` and :meth:`close`, none of
+which needs an engine step, except that ``close`` gives work in flight its deadline.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from xinference_xavier.features import bypass_reason
 from xinference_xavier.options import Deployment, OptionError, XavierOptions
+from xinference_xavier.secret import FILE_VARIABLE, VARIABLE
 from xinference_xavier.store.index import SnapshotIndex, StoreClosed
 from xinference_xavier.store.jobs import StoreJob
 from xinference_xavier.vllm import limits
+from xinference_xavier.vllm.audit import audit
 from xinference_xavier.vllm.compat import Blocks
 from xinference_xavier.vllm.counters import Counters
 from xinference_xavier.vllm.engine import request_facts
@@ -56,9 +58,21 @@ class SchedulerSide:
         vllm_config: VllmConfig,
         options: XavierOptions,
         deployment: Deployment,
+        secret: str | None,
         failures: Mapping[str, int],
     ) -> None:
-        """Take the configuration; ``failures`` is what the facade counts, shown in the status."""
+        """Take the configuration, and the group's secret if there is one.
+
+        ``failures`` is what the facade counts, shown in the status.
+        """
+        if secret is None and deployment.xavier_directory is not None:
+            logger.warning(
+                "Xavier: no secret is set, so whoever reaches the directory and knows this model "
+                "may join its replicas: give all of them the same %s or %s",
+                VARIABLE,
+                FILE_VARIABLE,
+            )
+        self._secret = secret
         self._failures = failures
         self._config = vllm_config
         self._options = options
@@ -101,11 +115,13 @@ class SchedulerSide:
             config=self._config,
             options=self._options,
             deployment=self._deployment,
+            secret=self._secret,
             ranks=ranks,
             blocks=self._blocks,
             pace=self._pace,
             counters=self._counters,
             status=self.status,
+            audit=self.audit,
             clear=lambda: {"cleared": self.clear()},
             close=self.close,
             limit=self.set_limits,
@@ -244,6 +260,17 @@ class SchedulerSide:
             return True
         return parts.quarantined > 0 and time.monotonic() < parts.watch_quarantine_until
 
+    @property
+    def must_step(self) -> bool:
+        """Whether vLLM may not take the engine for idle.
+
+        Besides what is :attr:`pending` that is a request that waits with blocks that were loaded.
+        While its scheduler is paused, vLLM does not count it; it then clears its cache, cannot
+        because of those blocks, and ends the engine. So the pause completes when that request
+        has run or is aborted.
+        """
+        return self.pending or (self._parts is not None and bool(self._parts.loaded))
+
     def reset(self) -> bool:
         """Clear this replica's tiers and withdraw its directory entries (R16)."""
         cleared = self.clear()
@@ -311,6 +338,18 @@ class SchedulerSide:
             "quarantined": parts.quarantined,
             "control": parts.control.status(),
         }
+
+    def audit(self) -> dict[str, Any]:
+        """Check the bookkeeping, and count what is in use; see :func:`audit.audit`."""
+        if self._parts is None:
+            return {"contradiction": None, "in_use": {}}
+        kept = {
+            "requests": len(self._requests),
+            "no_more_loads": len(self._no_more_loads),
+            "outdated": len(self._outdated),
+            "usages": len(self._usages),
+        }
+        return audit(self._parts, kept)
 
     def close(self, deadline_s: float) -> dict[str, Any]:
         """Stop admission, drain what is in flight until the deadline, clear everything.

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from xinference_xavier.control.runtime import ControlRuntime, MemberInfo
-from xinference_xavier.store.jobs import OWN_STORE, SegmentResult
+from xinference_xavier.store.jobs import NOT_STARTED, OWN_STORE, SegmentResult
 from xinference_xavier.vllm.counters import Counters, Durations
 from xinference_xavier.vllm.pace import MOST_SOURCES, Pace
 
-BLAMELESS: Final = frozenset({"skipped", "closed", "not started"})
+BLAMELESS: Final = frozenset({"skipped", "closed", NOT_STARTED})
 """Reasons for which a segment was not read at all; they say nothing of its member."""
 
 OWN: Final = "own"

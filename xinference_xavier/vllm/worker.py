@@ -29,7 +29,15 @@ from xinference_xavier.store.copier import CopyEngine
 from xinference_xavier.store.cuda import Cuda, CudaApi
 from xinference_xavier.store.cuda_device import device_bytes
 from xinference_xavier.store.device import Mark
-from xinference_xavier.store.jobs import LoadJob, LoadResult, SegmentResult, Tier
+from xinference_xavier.store.jobs import (
+    NOT_STARTED,
+    LoadJob,
+    LoadResult,
+    StoreResult,
+    Tier,
+    failed_segment,
+    failed_store,
+)
 from xinference_xavier.tiers import LEAST_HOST_SLOTS
 from xinference_xavier.transport.base import WorkerHandle
 from xinference_xavier.transport.loader import LoadEngine
@@ -88,6 +96,7 @@ class WorkerSide:
         self._submitted: ConnectorMeta | None = None
         self._stored: ConnectorMeta | None = None
         self._ended: list[LoadResult] = []
+        self._refused: list[StoreResult] = []
         self._blocks_of: dict[int, list[list[int]]] = {}
         self._finished: set[str] = set()
         self._invalid: set[int] = set()
@@ -240,11 +249,21 @@ class WorkerSide:
         if meta is self._submitted:
             return
         self._submitted = meta
-        if meta.loads:
+        if not meta.loads:
+            return
+        for job in meta.loads:
+            self._blocks_of[job.job_id] = [segment.rows[:, 3].tolist() for segment in job.segments]
+        try:
             # Forwards in flight may still use the blocks for requests that had them before.
             after = self._mark()
+        except Exception:
+            # Fail open: vLLM waits for these requests, so their loads must end now, as failed.
+            logger.exception("Xavier could not start the loads of a step")
             for job in meta.loads:
-                self._start_load(job, meta, after)
+                self._refuse_load(job)
+            return
+        for job in meta.loads:
+            self._start_load(job, meta, after)
 
     def start_stores(self, meta: ConnectorMeta) -> None:
         """Submit the step's stores, once; called after the forward that fills the blocks."""
@@ -252,10 +271,16 @@ class WorkerSide:
         if meta is self._stored:
             return
         self._stored = meta
-        if meta.stores and self._copies is not None:
-            after = self._mark()
-            for job in meta.stores:
-                self._copies.submit(job, after)
+        left = list(meta.stores)
+        try:
+            after = self._mark() if left else None
+            while left and self._copies is not None:
+                self._copies.submit(left[0], after)
+                del left[0]
+        except Exception:
+            # Fail open: pins hang on the results, so what was not started must end as failed.
+            logger.exception("Xavier could not start %d store jobs of a step", len(left))
+            self._refused += [failed_store(job, NOT_STARTED) for job in left]
 
     def finished(self) -> set[str]:
         """Return requests whose load ended since the last call, each exactly once."""
@@ -272,6 +297,8 @@ class WorkerSide:
     def report(self) -> WorkerMeta | None:
         """Return the results for the scheduler side; None when there is nothing to say."""
         stored = self._copies.poll() if self._copies is not None else []
+        refused, self._refused = self._refused, []
+        stored += refused
         ended, self._ended = self._ended, []
         step = self._submitted.step if self._submitted is not None else 0
         refusals = self._transports.take_refusals() if self._transports is not None else {}
@@ -286,7 +313,6 @@ class WorkerSide:
         return None if self._memory is None else self._memory.device.mark()
 
     def _start_load(self, job: LoadJob, meta: ConnectorMeta, after: Mark | None) -> None:
-        self._blocks_of[job.job_id] = [segment.rows[:, 3].tolist() for segment in job.segments]
         try:
             if self._loads is None:
                 raise RuntimeError("the KV cache is not registered")
@@ -296,16 +322,11 @@ class WorkerSide:
         except Exception:
             # Fail open: vLLM waits for this request, so its load must end now, as failed.
             logger.exception("Xavier could not start the load of request %s", job.request_id)
-            failed = [
-                SegmentResult(
-                    segment.member,
-                    "none",
-                    failed_rows=set(range(len(segment.rows))),
-                    reason="not started",
-                )
-                for segment in job.segments
-            ]
-            self._end_load(LoadResult(job.job_id, job.request_id, failed))
+            self._refuse_load(job)
+
+    def _refuse_load(self, job: LoadJob) -> None:
+        failed = [failed_segment(segment, NOT_STARTED) for segment in job.segments]
+        self._end_load(LoadResult(job.job_id, job.request_id, failed))
 
     def _end_load(self, result: LoadResult) -> None:
         blocks = self._blocks_of.pop(result.job_id, None)

@@ -9,8 +9,8 @@ from fastapi import HTTPException, Request, Security
 from fastapi.params import Depends
 from fastapi.security import SecurityScopes
 
-from xinference_xavier.control.client import directory_members
-from xinference_xavier.control.messages import MemberInfo
+from xinference_xavier.control.client import Member, directory_members
+from xinference_xavier.extension.secrets import model_key
 from xinference_xavier.schemas import Problem
 
 READ: Final = "models:read"
@@ -41,17 +41,19 @@ async def require(context: Any, request: Request, scope: str) -> None:
     await context.auth_service(request, SecurityScopes([scope]), bearer)
 
 
-async def members_of(supervisor: Any, model_uid: str) -> list[MemberInfo]:
+async def members_of(supervisor: Any, model_uid: str) -> list[Member]:
     """Return a model's replicas that are in the directory."""
     address = supervisor.address
+    key = await model_key(supervisor, model_uid)
+    if key is None:
+        return []
     try:
-        members = await directory_members(address, model_uid)
+        return await directory_members(address, key)
     except OSError as error:
         raise HTTPException(503, f"the directory at {address} does not answer: {error}") from None
-    return [info for _, _, info in members]
 
 
-async def some_members_of(supervisor: Any, model_uid: str) -> list[MemberInfo]:
+async def some_members_of(supervisor: Any, model_uid: str) -> list[Member]:
     """Return a model's replicas that are in the directory; HTTP 404 if none is."""
     members = await members_of(supervisor, model_uid)
     if not members:

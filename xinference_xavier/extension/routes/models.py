@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from fastapi import FastAPI, HTTPException
 
-from xinference_xavier.control.client import peer_call
-from xinference_xavier.control.messages import MemberInfo
+from xinference_xavier.control.client import Member, peer_call
 from xinference_xavier.extension.names import FINAL_REPORTS, NAME
 from xinference_xavier.extension.routes import describe, limits
 from xinference_xavier.extension.routes.access import (
@@ -26,6 +25,8 @@ from xinference_xavier.extension.routes.access import (
 )
 from xinference_xavier.extension.vllm.group import UNREACHABLE
 from xinference_xavier.schemas import (
+    AuditedModel,
+    AuditedReplica,
     BudgetsRequest,
     BudgetsResult,
     ClearedModel,
@@ -110,6 +111,37 @@ def add_routes(context: Any) -> None:
         )
 
     @app.post(
+        "/v1/xavier/models/{model_uid}/audit",
+        dependencies=write,
+        responses={**NO_MODEL, **NO_DIRECTORY},
+    )
+    async def xavier_audit(model_uid: str) -> AuditedModel:
+        """Check the bookkeeping of all replicas of a model, and say what they have in use.
+
+        An engine may wait while its store is checked, some microseconds per block: for a
+        diagnosis, not for monitoring. What is in use is nothing when nothing runs.
+        """
+        supervisor = await context.get_supervisor_ref()
+        members = await some_members_of(supervisor, model_uid)
+        replicas = list(await asyncio.gather(*map(_audited, members)))
+        infos = await supervisor.get_instance_info(None, model_uid)
+        replicas += [
+            AuditedReplica(
+                replica=absent.replica,
+                address=None,
+                contradiction=None,
+                in_use={},
+                error=absent.error,
+            )
+            for absent in _absent(infos, members)
+        ]
+        return AuditedModel(
+            model_uid=model_uid,
+            consistent=not any(r.contradiction or r.error for r in replicas),
+            replicas=sorted(replicas, key=lambda replica: replica.replica),
+        )
+
+    @app.post(
         "/v1/xavier/models/{model_uid}/budgets",
         dependencies=write,
         responses={**REFUSED, **NO_MODEL, **NO_DIRECTORY},
@@ -131,8 +163,8 @@ def add_routes(context: Any) -> None:
         replicas = list(
             await asyncio.gather(
                 *(
-                    _limited(replica, slots)
-                    for replica, slots in zip(described, wanted, strict=True)
+                    _limited(member, replica, slots)
+                    for member, replica, slots in zip(members, described, wanted, strict=True)
                 )
             )
         )
@@ -145,7 +177,7 @@ def add_routes(context: Any) -> None:
         )
 
 
-async def _model(model_uid: str, members: Sequence[MemberInfo], infos: Iterable[Instance]) -> Model:
+async def _model(model_uid: str, members: Sequence[Member], infos: Iterable[Instance]) -> Model:
     mine = [info for info in infos if info["model_uid"] == model_uid]
     found = await _replicas(mine, members)
     replicas = [Replica(**replica.model_dump(exclude={"status"})) for replica in found]
@@ -163,24 +195,23 @@ def _launched(model_uid: str, infos: Iterable[Instance]) -> dict[str, Any]:
     }
 
 
-async def _replicas(
-    infos: Iterable[Instance], members: Sequence[MemberInfo]
-) -> list[DescribedReplica]:
+async def _replicas(infos: Iterable[Instance], members: Sequence[Member]) -> list[DescribedReplica]:
     found = [*await asyncio.gather(*map(_described, members)), *_absent(infos, members)]
     return sorted(found, key=lambda replica: replica.replica)
 
 
-def _absent(infos: Iterable[Instance], members: Iterable[MemberInfo]) -> list[DescribedReplica]:
+def _absent(infos: Iterable[Instance], members: Iterable[Member]) -> list[DescribedReplica]:
     """Return the replicas that Xinference sends requests to and that are no members."""
-    named = {info.name for info in members}
+    named = {member.info.name for member in members}
     statuses = [status for info in infos for status in info["replica_statuses"]]
     ready = [item["replica_model_uid"] for item in statuses if item["status"] == READY]
     return [describe.missing(name) for name in ready if name not in named]
 
 
-async def _described(info: MemberInfo) -> DescribedReplica:
+async def _described(member: Member) -> DescribedReplica:
+    info = member.info
     try:
-        status = await peer_call(info.address, "describe", timeout_s=PEER_TIMEOUT_S)
+        status = await peer_call(member.contact, "describe", timeout_s=PEER_TIMEOUT_S)
     except UNREACHABLE as error:
         # A replica that has just died is in the directory until its heartbeat runs out.
         logger.warning("%s at %s does not answer: %r", info.name, info.address, error)
@@ -188,10 +219,11 @@ async def _described(info: MemberInfo) -> DescribedReplica:
     return describe.described(info.name, info.address, status)
 
 
-async def _cleared(info: MemberInfo) -> ClearedReplica:
+async def _cleared(member: Member) -> ClearedReplica:
+    info = member.info
     cleared, problem = False, None
     try:
-        answer = await peer_call(info.address, "clear", timeout_s=CHANGE_TIMEOUT_S)
+        answer = await peer_call(member.contact, "clear", timeout_s=CHANGE_TIMEOUT_S)
         cleared = bool(answer["cleared"])
         if not cleared:
             problem = "its store is closed"
@@ -202,13 +234,33 @@ async def _cleared(info: MemberInfo) -> ClearedReplica:
     return ClearedReplica(replica=info.name, address=info.address, cleared=cleared, error=problem)
 
 
+async def _audited(member: Member) -> AuditedReplica:
+    info = member.info
+    contradiction, in_use, problem = None, {}, None
+    try:
+        answer = await peer_call(member.contact, "audit", timeout_s=CHANGE_TIMEOUT_S)
+        contradiction = answer["contradiction"]
+        in_use = {name: count for name, count in answer["in_use"].items() if count}
+    except Exception as error:
+        # As above.
+        logger.warning("%s at %s was not checked: %r", info.name, info.address, error)
+        problem = _text(error)
+    return AuditedReplica(
+        replica=info.name,
+        address=info.address,
+        contradiction=contradiction,
+        in_use=in_use,
+        error=problem,
+    )
+
+
 async def _limited(
-    replica: DescribedReplica, slots: tuple[int | None, int | None] | None
+    member: Member, replica: DescribedReplica, slots: limits.Slots | None
 ) -> LimitedReplica:
-    if slots is None or replica.address is None:
+    if slots is None:
         return limits.unlimited(replica, replica.error or f"it is {replica.state}")
     try:
-        answer = await peer_call(replica.address, "set_limits", *slots, timeout_s=CHANGE_TIMEOUT_S)
+        answer = await peer_call(member.contact, "set_limits", *slots, timeout_s=CHANGE_TIMEOUT_S)
     except Exception as error:
         # As above.
         logger.warning("%s at %s was not limited: %r", replica.replica, replica.address, error)

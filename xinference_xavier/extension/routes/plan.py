@@ -28,6 +28,7 @@ from xinference_xavier.extension.routes.access import (
     NO_DIRECTORY,
     NO_MODEL,
     READ,
+    REFUSED,
     WRITE,
     needs,
     require,
@@ -109,7 +110,7 @@ def add_routes(context: Any) -> None:
     @app.post(
         "/v1/xavier/plan",
         dependencies=needs(context, READ),
-        responses={**NO_MODEL, **NO_DIRECTORY},
+        responses={**REFUSED, **NO_MODEL, **NO_DIRECTORY},
     )
     async def xavier_plan(launch: PlanRequest, request: Request) -> Plan:
         """Say how many KV blocks and tokens the budgets of a launch hold, and what is wrong.
@@ -190,11 +191,11 @@ async def _running_block(supervisor: Any, model_uid: str) -> _Block:
     """Return the block of a model whose replicas are there to ask."""
     member = (await some_members_of(supervisor, model_uid))[0]
     try:
-        status = await peer_call(member.address, "describe", timeout_s=PEER_TIMEOUT_S)
+        status = await peer_call(member.contact, "describe", timeout_s=PEER_TIMEOUT_S)
     except UNREACHABLE as error:
-        raise UnknownBlock(f"{member.name} does not answer: {error}") from None
+        raise UnknownBlock(f"{member.info.name} does not answer: {error}") from None
     if status["state"] != "ready":
-        raise UnknownBlock(f"{member.name} is {status['state']}")
+        raise UnknownBlock(f"{member.info.name} is {status['state']}")
     store = status["store"]
     model = PlannedModel(name=model_uid, source="replica")
     return _Block(model, store["block_tokens"], store["block_bytes"] * store["ranks"])

