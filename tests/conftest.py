@@ -10,7 +10,9 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.hookimpl(trylast=True)
+# First, since pytest-xdist's looks for the marks. Those of folders, which set marks as well, are
+# called before it: of several first ones, the last that is registered comes first.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The engines are given out first: they take the longest.
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)

@@ -19,7 +19,7 @@ from xinference_xavier.bench.prompts import unique_text
 from xinference_xavier.demo.answers import compare
 from xinference_xavier.soak import client
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CHUNKED = Config(("--max-num-batched-tokens", "256"))
 WHOLE = Config(("--no-enable-chunked-prefill", "--max-num-batched-tokens", str(MAX_MODEL_LEN)))
@@ -29,7 +29,7 @@ WHOLE = Config(("--no-enable-chunked-prefill", "--max-num-batched-tokens", str(M
     scope="module",
     params=[
         pytest.param(CHUNKED, id="chunked"),
-        pytest.param(WHOLE, id="whole", marks=pytest.mark.slow),
+        pytest.param(WHOLE, id="whole"),
     ],
 )
 def pair(
