@@ -40,8 +40,8 @@ FRONTEND := $(SCRIPT)
 FRONTEND_CHECK := check-frontend
 endif
 
-# Two at a time: one runs the tests with engines (tests/conftest.py), the other all the rest.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest
+UNIT_LOG := $(VENV)/unit-tests.log
 
 .PHONY: demo test test-slow test-vllm-next audit lmcache-env env docs site check-frontend
 
@@ -52,7 +52,17 @@ test: env $(FRONTEND_CHECK)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+ifdef ARGS
 	$(PYTEST) $(ARGS)
+else
+	# The tests with engines mostly wait, so the others run beside them. Both are always shown.
+	@$(PYTEST) -m "not slow and not e2e" > $(UNIT_LOG) 2>&1 & unit=$$!; failed=; \
+	trap 'kill $$unit' INT TERM; \
+	$(PYTEST) -m "e2e and not slow" || failed=1; \
+	wait $$unit || failed=1; \
+	cat $(UNIT_LOG); \
+	test -z "$$failed"
+endif
 
 test-slow: env
 	$(PYTEST) -m slow $(ARGS)
@@ -116,7 +126,7 @@ $(NEXT)/.installed: pyproject.toml Makefile
 	@test -x $(NEXT)/bin/pip || $(PYTHON) -m venv $(NEXT)
 	$(NEXT)/bin/python -m pip --disable-pip-version-check --quiet install $(INDEX) $(TORCH)
 	$(NEXT)/bin/python -m pip --disable-pip-version-check --quiet install $(INDEX) --editable . \
-		$(VLLM_NEXT) 'xoscar[nixl]==0.12.2' hypothesis pytest pytest-timeout pytest-xdist
+		$(VLLM_NEXT) 'xoscar[nixl]==0.12.2' hypothesis pytest pytest-timeout
 	$(NEXT)/bin/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
 	$(NEXT)/bin/python scripts/check_install.py torch vllm xoscar nixl xinference_xavier.vllm.connector
 	@touch $@

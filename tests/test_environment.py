@@ -45,7 +45,7 @@ def test_a_made_environment_is_not_made_again(clone: Path, goal: str, last: str)
     (clone / ".venv" / ".installed").touch()
     lines = planned(clone, goal)
     assert not [line for line in lines if "pip" in line or "venv .venv" in line]
-    assert last in lines[-1]
+    assert [line for line in lines if last in line]
 
 
 def test_only_a_named_index_is_asked_for_torch(clone: Path) -> None:

@@ -35,7 +35,6 @@ NewPage = Callable[..., Page]
 Screenshot = Callable[[Locator | Page, str], None]
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
