@@ -55,7 +55,7 @@ test: env $(FRONTEND_CHECK)
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	# The tests with engines mostly wait, so the others run beside them. Both are always shown.
+	@echo "The tests with engines, and the others beside them: their output follows"
 	@$(PYTEST) -m "not slow and not e2e" > $(UNIT_LOG) 2>&1 & unit=$$!; failed=; \
 	trap 'kill $$unit' INT TERM; \
 	$(PYTEST) -m "e2e and not slow" || failed=1; \
