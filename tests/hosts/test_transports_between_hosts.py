@@ -21,6 +21,7 @@ from xinference_xavier.store.arena import Arena
 from xinference_xavier.store.device import CpuDevice
 from xinference_xavier.store.jobs import LoadJob, LoadSegment, SegmentResult, Tier
 from xinference_xavier.transport.loader import LoadEngine
+from xinference_xavier.transport.nixl_agent import Agent
 from xinference_xavier.transport.select import Transports
 
 H = int(Tier.HOST)
@@ -34,6 +35,9 @@ class Reader:
     """A worker with its transports on the reader's host, and a source on the source's."""
 
     def __init__(self, network: Network) -> None:
+        # UCX keeps for the life of a process the network namespace that it first saw. Were that
+        # the host's, it would reach no local peer of any later test.
+        Agent("at-home").close()
         self.network = network
         self.peer = Peer("auto", host=network.source.address, entering=network.source.entering)
         self.tensor, self.layout, views = make_cache()
