@@ -31,6 +31,12 @@ class Incarnation:
     started: float = field(default_factory=time.monotonic)
     ending: threading.Event = field(default_factory=threading.Event)
 
+    @property
+    def ended(self) -> bool:
+        """Whether its server has ended, as it does when its engine is dead."""
+        popen = self.engine.process
+        return popen is None or popen.poll() is not None
+
     def roles(self) -> dict[str, psutil.Process]:
         """Return its running processes by role: server, engine, helper."""
         popen = self.engine.process
@@ -96,9 +102,15 @@ class Replica:
         return True
 
     def go_on(self) -> None:
-        """Do what is due between a kill and the next incarnation; never waits for long."""
-        killed, starting = self._killed, self._starting
-        if killed is not None:
+        """Do what is due between an end and the next incarnation; never waits for long."""
+        killed, starting, serving = self._killed, self._starting, self.serving
+        if serving is not None and serving.ended:
+            self.faults.append(f"{self.name} ended by itself:\n{serving.engine.tail()}")
+            serving.ending.set()
+            self.serving = None
+            serving.engine.stop()
+            self.start()
+        elif killed is not None:
             left = wait_ended(killed.processes, 0.0)
             if left and time.monotonic() < killed.at + ENDED_S:
                 return

@@ -113,10 +113,12 @@ class Workload:
         return Question(greedy(document + tail, tokens) | more, leaving=leaving)
 
     def _oddity(self, chance: random.Random) -> dict[str, Any]:
+        # No seeds: a seeded sample of a prompt that is prefilled in parts ends vLLM's CPU worker
+        # ("CPU Generator does not use offset", vLLM 0.27.1), with or without a connector.
         return chance.choice(
             [
                 {"n": 3, "temperature": 1.0},
-                {"temperature": 0.8, "seed": 7},
+                {"temperature": 0.8},
                 {"cache_salt": "another tenant"},
                 {"max_tokens": 1},
             ]
