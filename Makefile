@@ -2,6 +2,10 @@
 # make test        checks everything that every change must pass: style, types, tests
 # make test-slow   the tests that take too long for that: fault tables, crashes, soak, long fuzzing
 # make lmcache-env makes .venv-lmcache, which `bench --arms lmcache` needs
+# make bench       measures store, transfers, directory and warm prefixes, within 20 minutes
+# make bench-full  measures everything beside every peer, which takes hours (add -k to go on past a
+#                  measurement that fails); both keep their results in BENCH_DIR, go on where they
+#                  were interrupted, and do not measure again what is there
 # make audit       looks whether a dependency has a known vulnerability
 # make test-vllm-next
 #                  the connector's tests on the newest vLLM that is let in, which Xinference does
@@ -11,11 +15,14 @@
 # installation goes on where it stopped.
 #
 #   ARGS          passed on to the demo or to pytest
+#   BENCH_DIR     folder of the measurements' results
 #   PYTHON        the interpreter the environment is made with
 #   TORCH_INDEX   package index of PyTorch's CPU builds, where pip does not find them by itself
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+
+BENCH_DIR ?= bench-results
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,7 +50,8 @@ endif
 PYTEST := $(BIN)/python -m pytest
 UNIT_LOG := $(VENV)/unit-tests.log
 
-.PHONY: demo test test-slow test-vllm-next audit lmcache-env env docs site check-frontend
+.PHONY: demo test test-slow test-vllm-next bench bench-full audit lmcache-env env docs site \
+	check-frontend
 
 demo: env
 	$(BIN)/xinference-xavier demo $(ARGS)
@@ -80,6 +88,31 @@ lmcache-env: env
 	$(LMCACHE)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps \
 		lmcache==0.5.6 aiofile caio aiofiles awscrt nvtx opentelemetry-exporter-prometheus \
 		py-cpuinfo redis sortedcontainers grpcio-observability
+
+BENCH := store transfer directory warm-1100
+BENCH_FULL := store transfer directory cold warm interleaved concurrent shared
+RESULTS := $(sort $(BENCH) $(BENCH_FULL))
+RESULTS := $(RESULTS:%=$(BENCH_DIR)/%.json)
+
+bench: $(BENCH:%=$(BENCH_DIR)/%.json)
+
+bench-full: lmcache-env $(BENCH_FULL:%=$(BENCH_DIR)/%.json)
+
+# Each of them wants the whole machine.
+.NOTPARALLEL:
+
+PEERS := builtin,lmcache
+$(RESULTS): MEASURE = $(basename $(@F)) --resume $(@:.json=.resume) --plots $(@:.json=)
+$(BENCH_DIR)/transfer.json: MEASURE = transfer
+$(BENCH_DIR)/cold.json: MEASURE = cold
+$(BENCH_DIR)/warm-1100.json: MEASURE = warm --tokens 1100 --resume $(@:.json=.resume) --plots $(@:.json=)
+$(BENCH_DIR)/warm.json: ARMS = cold,local,xavier,$(PEERS),nixl
+$(BENCH_DIR)/interleaved.json $(BENCH_DIR)/shared.json: ARMS = plain,xavier,$(PEERS)
+$(BENCH_DIR)/concurrent.json: ARMS = plain,xavier,xavier-cpu,$(PEERS)
+
+$(RESULTS): | env
+	@mkdir -p $(@D)
+	$(BIN)/xinference-xavier bench $(MEASURE) $(if $(ARMS),--arms $(ARMS)) --json $@
 
 audit: env
 	$(BIN)/python scripts/audit.py

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from docs_reference import api_page, commands_page, table
+from docs_scale import scale_page
 from make_pictures import pictures
 
 from xinference_xavier.features import VERSIONS, feature_table
@@ -141,6 +142,7 @@ def pages() -> dict[str, str]:
         "metrics.md": NOTE + metrics,
         "commands.md": NOTE + commands_page(),
         "api.md": NOTE + api_page(),
+        "scale.md": NOTE + scale_page(),
         **pictures(),
     }
 

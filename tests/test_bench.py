@@ -12,9 +12,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -24,7 +26,12 @@ from xinference_xavier import cli
 from xinference_xavier.bench import builtin, cold, sharing, store, warm, warm_result
 from xinference_xavier.bench.blocks import BLOCK_BYTES
 from xinference_xavier.bench.bookkeeping import resident_bytes_per_block
-from xinference_xavier.bench.engines import Completion, wait_ended
+from xinference_xavier.bench.engines import (
+    Completion,
+    EngineError,
+    running_directory,
+    wait_ended,
+)
 from xinference_xavier.bench.models import QWEN_KV
 from xinference_xavier.bench.prompts import unique_text
 from xinference_xavier.bench.record import Record, RecordMismatch
@@ -195,6 +202,9 @@ def test_transports_are_measured_per_number_of_blocks(tmp_path: Path) -> None:
         assert row["gb_per_s"] > 0
         assert row["floor"] == ("raw" if row["transport"] == "nixl" else "memcpy")
         assert row["verdict"] is None, "fewer blocks than the target speaks of"
+    one = found["one_block"]
+    assert one["ratio"]["pairs"] == 50
+    assert min(one["empty_us"], one["lease_us"], one["read_us"]) > 0
 
 
 def test_a_transport_that_does_not_start_is_told(
@@ -207,6 +217,7 @@ def test_a_transport_that_does_not_start_is_told(
     args = ("transfer", "--counts", "1", "--rounds", "2", "--arena-bytes", "2MiB")
     found = bench(tmp_path, *args, "--transports", "xoscar")
     assert found["skipped"] == {"xoscar": "nothing works here"}
+    assert found["one_block"] is None
     assert found["rows"] == []
 
 
@@ -338,6 +349,54 @@ def test_arms_measured_by_an_earlier_run_are_judged_alike(tmp_path: Path) -> Non
     assert length == judged("cold", "local", "xavier", xavier=pairs(0.14))
 
 
+def fail_to_start(*names: str) -> Callable[..., dict[str, Any]]:
+    """Return what measures all arms but these."""
+
+    def measure(_: Any, lengths: list[int], arm: Any, report: Report) -> dict[str, Any]:
+        name = arm.name if arm else "local"
+        if name in names:
+            raise EngineError(f"{name}-0 did not start:\n[core] out of memory")
+        found = [asdict(pair) for pair in pairs(0.14)]
+        if arm is None:
+            found = [pair | {"remote": None, "own_local": None} for pair in found]
+        return {"pairs": [found] * len(lengths), "counters": [COUNTERS] * len(lengths)}
+
+    return measure
+
+
+def test_an_arm_that_does_not_start_takes_nothing_from_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm, "_measure", fail_to_start("nixl"))
+    arms = {name: Mock(chunk_tokens=16, note=None) for name in ("nixl", "xavier")}
+    for name, arm in arms.items():
+        arm.name = name
+    monkeypatch.setattr(warm, "make_arm", arms.__getitem__)
+    kept = str(tmp_path / "kept.json")
+    args = ("warm", "--tokens", str(PREFIX), "--pairs", "10", "--resume", kept)
+    with_nixl = (*args, "--arms", "cold,nixl,xavier")
+    file = tmp_path / "result.json"
+    result = CliRunner().invoke(cli.main, ["bench", *with_nixl, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "NOT MEASURED: nixl. EngineError: nixl-0 did not start" in result.stdout
+    assert "[core] out of memory" in result.stdout
+    found = json.loads(file.read_text())
+    assert set(found["failed"]) == {"nixl"}
+    assert list(found["lengths"][0]["arms"]) == ["cold", "xavier"]
+
+    # What failed is tried again, and only that.
+    monkeypatch.setattr(warm, "_measure", fail_to_start("xavier"))
+    found = bench(tmp_path, *with_nixl)
+    assert found["failed"] == {}
+    assert list(found["lengths"][0]["arms"]) == ["cold", "nixl", "xavier"]
+
+    # The controls are measured even when nothing that shares is.
+    monkeypatch.setattr(warm, "_measure", fail_to_start("xavier"))
+    found = bench(tmp_path, *args[:-2], "--arms", "cold,local,xavier")
+    assert set(found["failed"]) == {"xavier"}
+    assert list(found["lengths"][0]["arms"]) == ["cold", "local"]
+
+
 def test_prefixes_are_whole_chunks() -> None:
     settings = warm.Settings(Path("unused"), 0, tokens=(10, 1100, 4400))
     assert settings.prefixes(16) == [16, 1088, 4400]
@@ -419,18 +478,37 @@ def test_engines_end_with_the_process_that_measures() -> None:
         assert not wait_ended([psutil.Process(int(killed.stdout))], timeout_s=20)
 
 
+def test_a_directory_that_does_not_start_is_told_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no such module; exit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with (
+        pytest.raises(EngineError, match="no such module"),
+        running_directory(tmp_path / "log"),
+    ):
+        pytest.fail("it does not listen")
+
+
 def test_engines_rest_before_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "REST_S", 1e-3)
 
     class Spinning:
         used = iter([5.0, 6.0, 7.0, 7.0, 8.0])
 
-        def cpu_seconds(self) -> float:
+        def cpu_seconds(self, *, main_threads: bool) -> float:
             return next(self.used)
 
     engine = Spinning()
     sharing.rest([engine])
     assert next(engine.used) == 8.0
+
+    helper = iter([1.0, 2.0, 2.0, 3.0])
+    monkeypatch.setattr(sharing, "cpu_seconds", lambda _: next(helper))
+    sharing.rest([], helpers=[7])
+    assert next(helper) == 3.0
 
 
 # --- what they share ----------------------------------------------------------------------------

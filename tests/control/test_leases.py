@@ -29,6 +29,7 @@ SHOWN = Credential(b"f" * 32, 11, b"p" * 32)
 ROWS = [(0, 5, 9), (1, 6, 10)]
 CUT = "iterative unpacking requires a buffer of a multiple of 24 bytes"
 ODD_TIER = "rows of unknown tiers [2]"
+ODD_LEASE = "leases (7, None) on 2 rows"
 
 
 @dataclass
@@ -262,6 +263,21 @@ async def test_a_failed_renewal_blames_the_peer_and_leaves_the_expiry(s: Scene) 
 
 
 @scene
+async def test_renewals_that_fail_three_times_in_a_row_set_the_peer_aside(s: Scene) -> None:
+    reservation = await s.granted()
+    s.fake.broken = True
+    s.keeper.hold(reservation)
+    renewing = asyncio.create_task(s.keeper.renew_for_ever())
+    while s.breaker.state is not BreakerState.OPEN:
+        await asyncio.sleep(0)
+    renewing.cancel()
+    assert s.keeper.counters["renewals failed"] == FAILURES_TO_OPEN
+    assert s.usable[-1] is False
+    # What was promised stays so: the load goes on until its lease ends.
+    assert reservation.state is ReservationState.GRANTED
+
+
+@scene
 async def test_a_renewal_that_lacks_an_answer_is_a_failed_one(s: Scene) -> None:
     reservation = await s.granted()
     s.fake.curt = True
@@ -284,6 +300,7 @@ async def test_a_renewal_that_lacks_an_answer_is_a_failed_one(s: Scene) -> None:
         (LeaseGrant(7, pack_rows(ROWS)[:-8]), CUT, [CUT], []),
         (LeaseGrant(7, pack_rows(3 * ROWS)), "6 rows for 4 blocks", ["6 rows for 4 blocks"], []),
         (LeaseGrant(7, pack_rows([(2, 5, 9)])), ODD_TIER, [ODD_TIER], []),
+        (LeaseGrant(7, pack_rows(ROWS), further=(None,)), ODD_LEASE, [ODD_LEASE], []),
     ],
 )
 def test_failures_are_told_apart(

@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from xoscar.serialization.core import deserialize, serialize
 
+import xinference_xavier.control.actors  # noqa: F401  # tells xoscar how they travel
 from xinference_xavier.control.messages import (
     MAX_KEYS,
+    Credential,
+    LeaseGrant,
     Timing,
     chunks,
     pack_keys,
@@ -49,3 +55,24 @@ def test_chunks_are_complete_and_bounded() -> None:
 def test_a_lease_longer_than_the_heartbeat_limit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"lease_s=8\.0 exceeds heartbeat_s=5\.0"):
         Timing(heartbeat_s=5.0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Credential(bytes(32), (1 << 63) - 1, b"p" * 32),
+        LeaseGrant(7, pack_rows([(1, 2, 3)]), (8, 9), missing=True),
+        LeaseGrant(0, b""),
+    ],
+)
+def test_the_messages_of_a_lease_travel_as_plain_values(message: object) -> None:
+    header, buffers = serialize(message)
+    assert type(message).__name__.encode() not in b"".join([pickle.dumps(header), *buffers])
+    assert deserialize(header, buffers) == message
+
+
+def test_a_message_with_fields_too_many_is_refused() -> None:
+    header, buffers = serialize(Credential(bytes(32), 1, bytes(32)))
+    (first, *rest) = header
+    with pytest.raises(TypeError, match="positional arguments"):
+        deserialize((first | {}, (*rest[0], 4), *rest[1:]), buffers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ from xinference_xavier.control.runtime import (
     directory_members,
     peer_call,
 )
+from xinference_xavier.identity import fingerprint, traits
 from xinference_xavier.store.index import SnapshotIndex
 
 GRANTED, FAILED = ReservationState.GRANTED, ReservationState.FAILED
@@ -482,6 +484,30 @@ def test_replicas_of_another_fingerprint_are_strangers(group: Cluster) -> None:
         assert stranger.status()["peers"] == []
     finally:
         stranger.close()
+
+
+def test_a_replica_says_in_what_those_of_the_same_weights_differ(
+    group: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = group.directory()
+    made = [
+        make_runtime(
+            directory=directory.address,
+            name=name,
+            fingerprint=fingerprint(fields),
+            traits=traits(fields),
+        )
+        for name in "ab"
+        for fields in [{"weights": "w", "isa": "AVX2" if name == "a" else "AVX512", "ranks": 1}]
+    ]
+    with contextlib.ExitStack() as stack:
+        for runtime in made:
+            runtime.start()
+            stack.callback(runtime.close)
+            eventually(lambda runtime=runtime: runtime.member_number)
+        [warning] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "1 replicas of the same weights in" in warning
+    assert "they differ in isa (" in warning
 
 
 def test_an_overflowed_mirror_asks_the_directory(group: Cluster) -> None:

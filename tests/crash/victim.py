@@ -15,6 +15,10 @@ from xinference_xavier.demo.leftovers import SHARED, files_of, holders, still_th
 GONE_S = 40.0
 """Within so long a dead replica is gone: the heartbeat limit of 10 s, on a busy machine."""
 
+ENDED_S = 240.0
+"""Within so long its processes have ended: a worker of vLLM whose engine was killed takes down a
+whole interpreter, which takes long on a busy machine."""
+
 
 class Victim:
     """The processes of a replica and their memory; ``rank`` is the one that made its arenas."""
@@ -31,7 +35,8 @@ class Victim:
 
     def assert_gone(self) -> None:
         """Nothing runs any more, nobody maps its memory, and no segment has a name."""
-        assert wait_ended(self._processes, GONE_S) == []
+        running = [title(process) for process in wait_ended(self._processes, ENDED_S)]
+        assert not running, running
         with suppress(TimeoutError):
             wait_until(lambda: not self.mapped_by(), "nobody maps its arenas", GONE_S)
         left = holders(self._arenas)

@@ -84,7 +84,7 @@ def launch(url: str, uid: str, **arguments: Any) -> requests.Response:
         "kv_cache_memory_bytes": 64 * 2**20,
         **arguments,
     }
-    return requests.post(f"{url}/v1/models", json=body, timeout=400)
+    return requests.post(f"{url}/v1/models", json=body, timeout=900)
 
 
 class XinferenceServer:

@@ -232,7 +232,7 @@ def _wrap_copies() -> None:
     ) -> None:
         original(self, data, slots, block_ids)
         for band in self._bands:
-            band.blocks[int(block_ids[0]), 0, 0] ^= 1
+            band._blocks[int(block_ids[0]), 0, 0] ^= 1
 
     def into_arena(self: Any, block_ids: Any, data: torch.Tensor, slots: Any) -> bool:
         # Not where checksums are taken: there a fault is a mere failure to see one.

@@ -31,18 +31,20 @@ from tests.hosts.host import Host
 from tests.hosts.hub import CUT
 from tests.hosts.programs import end_entered
 from tests.models import TOKEN_BYTES, make_tiny_llama
-from xinference_xavier.bench.engines import wait_until
+from xinference_xavier.bench.engines import BLOCK_TOKENS, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 START_S = 600
 HEAL_S = 180
 UID = "shared"
-BLOCK_BYTES = 16 * TOKEN_BYTES
-PROMPT_TOKENS = 40 * 16
-
+BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
+BLOCKS = 40
+PROMPT_TOKENS = BLOCKS * BLOCK_TOKENS
 
 OVER_TCP = {"UCX_TLS": "tcp,self"}
+
+subjects = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -125,14 +127,27 @@ class Deployment:
         sources = [source for status in statuses for source in status["sources"].values()]
         return {source["transport"] for source in sources if source.get("transport")}
 
-    def loads(self, document: str) -> bool:
-        """Return whether one of a few answers about a document comes by a load, all of them equal.
+    def known_blocks(self) -> int:
+        """Return how many blocks the replicas know of each other, in all."""
+        return sum(status["control"]["mirror_blocks"] for status in self.members().values())
 
-        Requests go to the replicas in turn.
+    def from_peers(self, subject: str) -> list[int]:
+        """Ask both replicas about a new text; return how many tokens came from another one.
+
+        Requests go to the replicas in turn: the first computes the text, and when it is known to
+        the second, that one is asked. All answers must be equal.
         """
-        answers = [self.ask(document) for _ in range(4)]
+        document, before = text(subject), self.known_blocks()
+        answers = [self.ask(document)]
+        wait_until(lambda: self.known_blocks() >= before + BLOCKS, f"{subject} is known", HEAL_S)
+        answers += [self.ask(document) for _ in range(3)]
         assert len({answer.text for answer in answers}) == 1
-        return any(answer.from_peer >= PROMPT_TOKENS // 2 for answer in answers)
+        return [answer.from_peer for answer in answers]
+
+    def shares(self) -> bool:
+        """Return whether what one replica computes now is loaded by the other."""
+        found = self.from_peers(f"Bridge {next(subjects)}")
+        return max(found) >= PROMPT_TOKENS // 2
 
     def close(self) -> None:
         for node in reversed(self._nodes):
@@ -203,11 +218,11 @@ def test_what_is_shared_crosses_the_network_over_nixl(
     network: Network, deployment: Deployment
 ) -> None:
     before = network.source.sent() + network.reader.sent()
-    wait_until(lambda: deployment.loads(text("A bridge")), "a prefix is loaded", HEAL_S)
+    wait_until(deployment.shares, "a prefix is loaded", HEAL_S)
     loaded = deployment.loaded_tokens()
     assert loaded >= PROMPT_TOKENS // 2
     crossed = network.source.sent() + network.reader.sent() - before
-    assert crossed > loaded // 16 * BLOCK_BYTES
+    assert crossed > loaded // BLOCK_TOKENS * BLOCK_BYTES
     assert deployment.transports() == {"nixl"}
 
 
@@ -219,16 +234,8 @@ def test_a_partition_of_the_replicas_means_to_compute_and_ends(
         partition.enter_context(network.hub.between(network.source, network.reader, CUT))
         if both_ways:
             partition.enter_context(network.hub.between(network.reader, network.source, CUT))
-        document = text(f"A tunnel {both_ways}")
-        answers = [deployment.ask(document) for _ in range(4)]
-        assert len({answer.text for answer in answers}) == 1
-        assert {answer.from_peer for answer in answers} == {0}
-    again = itertools.count()
-    wait_until(
-        lambda: deployment.loads(text(f"A ferry {both_ways} {next(again)}")),
-        "sharing returns",
-        HEAL_S,
-    )
+        assert set(deployment.from_peers(f"Tunnel {next(subjects)}")) == {0}
+    wait_until(deployment.shares, "sharing returns", HEAL_S)
 
 
 def test_nothing_is_left_on_the_hosts(network: Network, deployment: Deployment) -> None:
@@ -247,7 +254,7 @@ def test_a_worker_that_listens_everywhere_tells_its_host_s_address(
         deployment.join((network.head, "0.0.0.0"), (network.reader, network.reader.address))
         deployment.launch(model)
         assert deployment.told_hosts() == [network.head.address, network.reader.address]
-        wait_until(lambda: deployment.loads(text("A bridge")), "a prefix is loaded", HEAL_S)
+        wait_until(deployment.shares, "a prefix is loaded", HEAL_S)
         assert deployment.transports() == {"xoscar"}
 
 
@@ -258,4 +265,4 @@ def test_replicas_of_one_host_share_when_it_listens_everywhere(
         deployment.serve("xinference-local", "--host", "0.0.0.0")
         deployment.launch(model)
         assert deployment.told_hosts() == ["127.0.0.1", "127.0.0.1"]
-        wait_until(lambda: deployment.loads(text("A bridge")), "a prefix is loaded", HEAL_S)
+        wait_until(deployment.shares, "a prefix is loaded", HEAL_S)

@@ -132,3 +132,18 @@ def test_every_bfloat16_pattern_survives() -> None:
 )
 def test_runs_count_up_on_both_sides(a: list[int], b: list[int], expected: list) -> None:
     assert list(runs(kvcache.array(*a), kvcache.array(*b))) == expected
+
+
+def test_many_blocks_in_any_order_are_copied_each_to_its_place() -> None:
+    count = 100
+    cache = kvcache.plain_cache(5, num_blocks=count)
+    random = np.random.default_rng(5)
+    blocks, slots = random.permutation(count), random.permutation(count)
+    data = torch.zeros((count, cache.layout.slot_bytes), dtype=torch.uint8)
+    cache.device.gather(blocks, data, slots)
+    before = cache.blocks()
+    packed = data.numpy()[:, : cache.layout.block_bytes]
+    assert [packed[s].tobytes() for s in slots] == [before[b] for b in blocks]
+    again = blocks[::-1]
+    cache.device.scatter(data, slots, again)
+    assert [cache.block(b) for b in again] == [before[b] for b in blocks]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 
@@ -139,7 +140,7 @@ def test_one_reap_is_bounded_and_the_next_goes_on(monkeypatch):
     index.check_invariants()
 
 
-@pytest.mark.parametrize("duration", [0.0, -1.0])
+@pytest.mark.parametrize("duration", [0.0, -1.0, math.nan, math.inf])
 def test_a_lease_needs_a_duration(duration):
     index = make(1, 0)
     store(index, "a")

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from tests.models import make_tiny_llama
+from xinference_xavier.control.messages import MAX_TRAITS, TRAIT_CHARACTERS, WEIGHTS_TRAIT
+from xinference_xavier.identity import fingerprint, traits
 from xinference_xavier.options import OptionError, XavierOptions
 from xinference_xavier.transport.base import WorkerHandle
 from xinference_xavier.vllm import identity
-from xinference_xavier.vllm.identity import SEED_VARIABLE, fix_hash_seed, group_fingerprint
+from xinference_xavier.vllm.identity import SEED_VARIABLE, fix_hash_seed, group_fields
 from xinference_xavier.vllm.metadata import Handshake
 
 Change = Callable[[Any], None]
@@ -75,8 +77,27 @@ def ranks(**changes: Any) -> list[Handshake]:
     return [replace(handshake, **changes)]
 
 
+def fields_of(
+    config: Any, handshakes: list[Handshake] | None = None, **options: Any
+) -> dict[str, Any]:
+    return group_fields(config, handshakes or ranks(), XavierOptions.from_mapping(options))
+
+
 def of(config: Any, handshakes: list[Handshake] | None = None, **options: Any) -> bytes:
-    return group_fingerprint(config, handshakes or ranks(), XavierOptions.from_mapping(options))
+    return fingerprint(fields_of(config, handshakes, **options))
+
+
+def test_the_traits_name_exactly_what_differs(model: Path) -> None:
+    other = config_of(model)
+    other.model_config.dtype = "torch.bfloat16"
+    ours, theirs = (
+        dict(traits(fields))
+        for fields in (fields_of(config_of(model)), fields_of(other, ranks(device="cuda")))
+    )
+    assert {name for name in ours if ours[name] != theirs[name]} == {"dtype", "device", "isa"}
+    assert ours[WEIGHTS_TRAIT] == theirs[WEIGHTS_TRAIT]
+    assert len(ours) <= MAX_TRAITS
+    assert all(len(text) <= TRAIT_CHARACTERS for trait in ours.items() for text in trait)
 
 
 def test_two_replicas_of_one_model_are_one_group(model: Path) -> None:

@@ -14,12 +14,17 @@ import pytest
 from xinference_xavier.vllm.orphan import end_with_parent
 
 PARENT = """
-import multiprocessing, signal, sys, threading
+import ctypes, multiprocessing, signal, sys, threading
 from xinference_xavier.vllm import orphan
 
-def engine(stubborn):
-    if stubborn:
-        signal.signal(signal.SIGTERM, lambda *a: None)
+def stuck(*_):
+    ctypes.PyDLL(None).sleep(60)  # keeps the interpreter's lock
+
+def engine(kind):
+    if kind == "stubborn":
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    if kind == "stuck":
+        signal.signal(signal.SIGTERM, stuck)
     orphan.END_AFTER_S = 0.1
     if sys.argv[2] == "before":
         print(multiprocessing.current_process().pid, flush=True)
@@ -32,7 +37,7 @@ def engine(stubborn):
 
 if __name__ == "__main__":
     context = multiprocessing.get_context(sys.argv[1])
-    child = context.Process(target=engine, args=(sys.argv[3] == "stubborn",))
+    child = context.Process(target=engine, args=(sys.argv[3],))
     child.start()
     child.join()
 """
@@ -40,7 +45,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("killed", ["before", "after"])
-@pytest.mark.parametrize("kind", ["", "stubborn"])
+@pytest.mark.parametrize("kind", ["", "stubborn", "stuck"])
 def test_an_engine_ends_with_a_parent_that_is_killed(
     tmp_path: Path, method: str, killed: str, kind: str
 ) -> None:

@@ -8,6 +8,8 @@ ratios between arms of one run, measured in alternating pairs; ``stats`` says wh
 
 from __future__ import annotations
 
+# The group of all commands; these modules add to it.
+from xinference_xavier.bench import directory_command, load_commands
 from xinference_xavier.bench.commands import command
 
-__all__ = ["command"]
+__all__ = ["command", "directory_command", "load_commands"]

@@ -45,7 +45,7 @@ class Names(click.ParamType):
     name = "names"
 
     def __init__(self, *valid: str) -> None:
-        self._valid = valid
+        self.valid = valid
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -53,8 +53,8 @@ class Names(click.ParamType):
         """Read them."""
         names = value if isinstance(value, tuple) else tuple(str(value).split(","))
         for name in names:
-            if name not in self._valid:
-                self.fail(f"{name!r} is not one of {', '.join(self._valid)}", param, ctx)
+            if name not in self.valid:
+                self.fail(f"{name!r} is not one of {', '.join(self.valid)}", param, ctx)
         return names
 
 
@@ -160,7 +160,7 @@ def warm(
     from xinference_xavier.bench.models import QWEN_KV, TINY
     from xinference_xavier.bench.sharing import default_core
 
-    with _folder(logs) as folder:
+    with logs_folder(logs) as folder:
         settings = bench.Settings(
             folder,
             default_core() if core is None else core,
@@ -170,7 +170,7 @@ def warm(
             transport,
             shape=TINY if tiny else QWEN_KV,
         )
-        _run(
+        run_and_show(
             "warm",
             lambda report: bench.run(settings, report, resume),
             warm_result.show,
@@ -200,7 +200,7 @@ def cold(
     from xinference_xavier.bench.models import QWEN_KV, TINY
     from xinference_xavier.bench.sharing import default_core
 
-    with _folder(logs) as folder:
+    with logs_folder(logs) as folder:
         settings = bench.Settings(
             folder,
             default_core() if core is None else core,
@@ -208,7 +208,7 @@ def cold(
             pairs,
             shape=TINY if tiny else QWEN_KV,
         )
-        _run("cold", lambda report: bench.run(settings, report), bench.show, json_file)
+        run_and_show("cold", lambda report: bench.run(settings, report), bench.show, json_file)
 
 
 @command.command()
@@ -246,7 +246,7 @@ def shared(
     from xinference_xavier.bench.models import QWEN_KV, TINY
     from xinference_xavier.bench.sharing import default_core
 
-    with _folder(logs) as folder:
+    with logs_folder(logs) as folder:
         settings = bench.Settings(
             folder,
             default_core() if core is None else core,
@@ -257,7 +257,7 @@ def shared(
             rounds,
             shape=TINY if tiny else QWEN_KV,
         )
-        _run(
+        run_and_show(
             "shared",
             lambda report: bench.run(settings, report, resume),
             bench.show,
@@ -294,7 +294,7 @@ def store(
     from xinference_xavier.bench import store as bench
 
     settings = bench.Settings(histories, rounds, batch, arena_bytes)
-    _run(
+    run_and_show(
         "store",
         lambda report: bench.run(settings, report, resume),
         bench.show,
@@ -332,11 +332,11 @@ def transfer(
     from xinference_xavier.bench import transfer as bench
 
     settings = bench.Settings(counts, transports, rounds, arena_bytes)
-    _run("transfer", lambda report: bench.run(settings, report), bench.show, json_file)
+    run_and_show("transfer", lambda report: bench.run(settings, report), bench.show, json_file)
 
 
 @contextmanager
-def _folder(kept: Path | None) -> Iterator[Path]:
+def logs_folder(kept: Path | None) -> Iterator[Path]:
     """Give a folder for logs and model: the one to keep, or one that goes."""
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
@@ -346,7 +346,7 @@ def _folder(kept: Path | None) -> Iterator[Path]:
         yield Path(name)
 
 
-def _run(
+def run_and_show(
     name: str,
     measure: Callable[[Report], dict[str, Any]],
     show: Callable[[dict[str, Any], Report], None],
@@ -356,6 +356,7 @@ def _run(
 ) -> None:
     """Measure, print, write, draw."""
     from xinference_xavier.bench.arms import ArmUnavailable
+    from xinference_xavier.bench.engines import EngineError
     from xinference_xavier.bench.plots import PlotsUnavailable, check
     from xinference_xavier.bench.record import RecordMismatch
     from xinference_xavier.bench.report import Report, machine, save
@@ -366,7 +367,7 @@ def _run(
         if plots is not None:
             check()
         result = {"benchmark": name, "machine": where} | measure(report)
-    except (ArmUnavailable, PlotsUnavailable, RecordMismatch) as error:
+    except (ArmUnavailable, EngineError, PlotsUnavailable, RecordMismatch) as error:
         raise click.ClickException(str(error)) from error
     if plots is not None and plot is not None:
         plot(result, plots)

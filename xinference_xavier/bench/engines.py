@@ -47,6 +47,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def accepts(port: int) -> bool:
+    """Return whether somebody on this machine accepts connections at ``port``."""
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One greedy answer. ``ttft_s`` is None unless it was streamed."""
@@ -223,16 +230,9 @@ class Engine:
         except psutil.NoSuchProcess:
             return []
 
-    def cpu_seconds(self) -> float:
-        """Return the CPU time that its running processes have used."""
-        if self.process is None:
-            return 0.0
-        total = 0.0
-        for process in [psutil.Process(self.process.pid), *self.processes()]:
-            with contextlib.suppress(psutil.Error):  # it may just have ended
-                times = process.cpu_times()
-                total += times.user + times.system
-        return total
+    def cpu_seconds(self, *, main_threads: bool = False) -> float:
+        """Return the CPU time that its running processes, or only their main threads, have used."""
+        return 0.0 if self.process is None else cpu_seconds(self.process.pid, main_threads)
 
     def _open(self, path: str, body: dict[str, Any], timeout: float) -> Any:
         request = urllib.request.Request(
@@ -264,7 +264,10 @@ def running(engines: Sequence[Engine]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def running_directory(log: Path) -> Iterator[str]:
-    """Run ``xinference-xavier directory``; yields its address."""
+    """Run ``xinference-xavier directory``; yields its address once it listens there.
+
+    Raises :class:`EngineError` when it does not start: engines would go on without it.
+    """
     address = f"127.0.0.1:{free_port()}"
     host, port = address.split(":")
     command = [sys.executable, "-m", "xinference_xavier.cli", "directory"]
@@ -276,7 +279,14 @@ def running_directory(log: Path) -> Iterator[str]:
             start_new_session=True,  # a Ctrl-C is for who started it
             preexec_fn=end_with_parent,
         )
+
+    def listens() -> bool:
+        if process.poll() is not None:
+            raise EngineError(f"the directory did not start:\n{log.read_text(errors='replace')}")
+        return accepts(int(port))
+
     try:
+        wait_until(listens, "the directory listens", START_S)
         yield address
     finally:
         process.terminate()
@@ -363,6 +373,25 @@ def _runs(process: psutil.Process) -> bool:
 def end_with_parent() -> None:
     """Let the kernel end this child when the process that measures is killed."""
     _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def cpu_seconds(pid: int, main_threads: bool = False) -> float:
+    """Return the CPU time of a process and its running descendants, or of their main threads."""
+    total = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):  # it may just have ended
+                total += _cpu_seconds(process, main_threads)
+    return total
+
+
+def _cpu_seconds(process: psutil.Process, main_thread: bool) -> float:
+    if main_thread:
+        (main,) = (thread for thread in process.threads() if thread.id == process.pid)
+        return float(main.user_time + main.system_time)
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def _request(prompt: str, max_tokens: int, more: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,13 +45,6 @@ def helper_process(
                 child.kill()
         if process.stdout is not None:
             process.stdout.close()
-
-
-def listens(port: int) -> bool:
-    """Return whether somebody on this machine accepts connections at ``port``."""
-    with socket.socket() as probe:
-        probe.settimeout(1)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _children(process: subprocess.Popen[bytes]) -> list[psutil.Process]:

@@ -50,6 +50,22 @@ class Record:
                 save(self._file, self._kept)
         return arms[name]
 
+    def arms(
+        self, measures: Mapping[str, Callable[[], Any]]
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the results of the arms that could be measured, and why the others could not.
+
+        What is not measured is not kept either: the next run tries it again.
+        """
+        found: dict[str, Any] = {}
+        failed: dict[str, str] = {}
+        for name, measure in measures.items():
+            try:
+                found[name] = self.arm(name, measure)
+            except Exception as error:  # whatever it was, it takes nothing from the other arms
+                failed[name] = f"{type(error).__name__}: {error}"
+        return found, failed
+
 
 def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value, allow_nan=False))

@@ -72,6 +72,11 @@ class Report:
         """Print a sentence below a table."""
         self._out.print(Text(text))
 
+    def failures(self, arms: Mapping[str, str]) -> None:
+        """Print which arms the tables do not have, and why."""
+        for name, reason in arms.items():
+            self.note(f"NOT MEASURED: {name}. {reason}")
+
 
 class Step:
     """Advances a bar."""

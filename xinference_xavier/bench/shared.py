@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from xinference_xavier.bench import plots
 from xinference_xavier.bench.arms import Arm, ArmSettings, Replicas, make_arm
+from xinference_xavier.bench.engines import EngineError
 from xinference_xavier.bench.models import QWEN_KV, Shape, make_random_llama
 from xinference_xavier.bench.prompts import unique_text
 from xinference_xavier.bench.record import Record
@@ -72,7 +73,9 @@ def workload(settings: Settings, number: int, replicas: int) -> list[Question]:
 def run(settings: Settings, report: Report, resume: Path | None = None) -> dict[str, Any]:
     """Measure; ``arms`` has the figures of each, with ``vs_plain`` where plain was measured.
 
-    Raises :class:`~xinference_xavier.bench.arms.ArmUnavailable` before anything starts.
+    ``failed`` says why an arm is not among them. Raises
+    :class:`~xinference_xavier.bench.arms.ArmUnavailable` before anything starts, and
+    :class:`~xinference_xavier.bench.engines.EngineError` where no arm could be measured.
     """
     arms = {name: make_arm(name) for name in settings.arms}
     for wanted in arms.values():
@@ -81,12 +84,14 @@ def run(settings: Settings, report: Report, resume: Path | None = None) -> dict[
     for name in ("folder", "arms"):
         del fixed[name]
     record = Record(resume, fixed)
-    measured = {
-        name: record.arm(name, partial(_measure, settings, arm, report))
-        for name, arm in arms.items()
-    }
+    measured, failed = record.arms(
+        {name: partial(_measure, settings, arm, report) for name, arm in arms.items()}
+    )
+    if not measured:
+        raise EngineError("\n".join(failed.values()))
     return {
         "arms": figures(measured),
+        "failed": failed,
         "notes": [f"{name}: {arm.note}." for name, arm in arms.items() if arm.note],
     }
 
@@ -176,6 +181,7 @@ def show(result: dict[str, Any], report: Report) -> None:
                 f"{ratio['high']:.3f}, 95 %, {ratio['pairs']} rounds); {arm['answers_equal']} of "
                 f"{arm['answers']} answers are plain vLLM's."
             )
+    report.failures(result["failed"])
     for note in result["notes"]:
         report.note(note)
 

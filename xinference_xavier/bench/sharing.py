@@ -9,7 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from xinference_xavier.bench.engines import BLOCK_TOKENS, Engine, describe, wait_until
+from xinference_xavier.bench.engines import (
+    BLOCK_TOKENS,
+    Engine,
+    cpu_seconds,
+    describe,
+    wait_until,
+)
 
 KV_BLOCKS: Final = 1200
 """vLLM's own KV cache of each engine, at least. The connector pins up to an eighth of it per step;
@@ -83,23 +89,29 @@ def settle(directory: str, members: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def rest(engines: Sequence[Engine]) -> None:
-    """Wait until no engine computes or spins.
+def rest(
+    engines: Sequence[Engine], *, helpers: Sequence[int] = (), main_threads: bool = False
+) -> None:
+    """Wait until no engine computes or spins, or no main thread of its processes does.
+
+    ``helpers`` are processes beside the engines, which must rest as well.
 
     A worker of vLLM polls for about a second for more work after each request. All engines are
     bound to one core, so the next engine's request would share the core with that.
     """
-    before = _cpu_seconds(engines)
+
+    def used_s() -> float:
+        return sum(engine.cpu_seconds(main_threads=main_threads) for engine in engines) + sum(
+            cpu_seconds(pid) for pid in helpers
+        )
+
+    before = used_s()
 
     def quiet() -> bool:
         nonlocal before
         time.sleep(REST_S)
-        now = _cpu_seconds(engines)
+        now = used_s()
         used, before = now - before, now
         return used < REST_SHARE * REST_S
 
     wait_until(quiet, "all engines are idle", SETTLE_S)
-
-
-def _cpu_seconds(engines: Sequence[Engine]) -> float:
-    return sum(engine.cpu_seconds() for engine in engines)

@@ -113,7 +113,8 @@ class _Group:
 def run(settings: Settings, report: Report, resume: Path | None = None) -> dict[str, Any]:
     """Measure; ``lengths`` has one entry per prefix length, with one entry per arm in ``arms``.
 
-    Raises :class:`~xinference_xavier.bench.arms.ArmUnavailable` before anything starts.
+    ``failed`` says why a way of sharing is not among them. Raises
+    :class:`~xinference_xavier.bench.arms.ArmUnavailable` before anything starts.
     """
     sharing = {name: make_arm(name) for name in settings.arms if name not in LOCAL}
     for wanted in sharing.values():
@@ -121,11 +122,12 @@ def run(settings: Settings, report: Report, resume: Path | None = None) -> dict[
     chunk = max([BLOCK_TOKENS, *(arm.chunk_tokens for arm in sharing.values())])
     lengths = settings.prefixes(chunk)
     record = Record(resume, _fixed(settings, lengths))
-    groups: dict[str, Arm | None] = {**sharing} if sharing else {"local": None}
-    measured = {
-        name: record.arm(name, partial(_measure, settings, lengths, arm, report))
-        for name, arm in groups.items()
-    }
+    measured, failed = record.arms(
+        {name: partial(_measure, settings, lengths, arm, report) for name, arm in sharing.items()}
+    )
+    if not measured:
+        alone = partial(_measure, settings, lengths, None, report)
+        measured = {"local": record.arm("local", alone)}
     token_bytes = settings.shape.token_bytes(ELEMENT_BYTES)
     return {
         "lengths": [
@@ -137,6 +139,7 @@ def run(settings: Settings, report: Report, resume: Path | None = None) -> dict[
             )
             for number in range(len(lengths))
         ],
+        "failed": failed,
         "notes": [f"{name}: {arm.note}." for name, arm in sharing.items() if arm.note],
     }
 

@@ -212,6 +212,7 @@ def show(result: dict[str, Any], report: Report) -> None:
             _show_load(xavier, length, report)
         for row in length["comparisons"]:
             _show_comparison(row, report)
+    report.failures(result["failed"])
     for note in result["notes"]:
         report.note(note)
 

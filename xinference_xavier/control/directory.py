@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 from xinference_xavier.control.messages import (
     DIGEST_BYTES,
     MAX_KEYS,
+    WEIGHTS_TRAIT,
     Cursor,
     Delta,
     Event,
@@ -144,10 +146,19 @@ class _Group:
                 return self._page(number, *member.snapshot, cursor.page)
             cursor = None
         if cursor is None or not self.version - len(self._log) <= cursor.version <= self.version:
-            member.snapshot = (self.version, list(self.table))
+            member.snapshot = self._recent_snapshot() or (self.version, list(self.table))
             return self._page(number, *member.snapshot, 0)
         member.snapshot = None
         return self._tail(number, cursor.version)
+
+    def _recent_snapshot(self) -> tuple[int, list[bytes]] | None:
+        """Return what another member pages through, if the log will still follow it at its end.
+
+        After a restart all members read at once: the lists would take more than the table.
+        """
+        oldest = self.version - len(self._log) // 2
+        taken = [member.snapshot for member in self.members.values() if member.snapshot]
+        return max((one for one in taken if one[0] >= oldest), default=None, key=itemgetter(0))
 
     def _page(self, number: int, version: int, keys: list[bytes], page: int) -> Update:
         events: list[Event] = []
@@ -230,7 +241,8 @@ class DirectoryCore:
             group = self._groups[group_id] = _Group(self._log_keys, self._page_keys)
         number = group.admit(info, now)
         ticket = Ticket(self.incarnation, group_id, number, info.epoch)
-        return Joined(ticket, self.heartbeat_s, self._strangers(group_id))
+        unlike, differing = self._unlike(group_id, info)
+        return Joined(ticket, self.heartbeat_s, self._strangers(group_id), unlike, differing)
 
     def leave(self, ticket: Ticket) -> Reply:
         """Dismiss a member that says goodbye."""
@@ -338,6 +350,23 @@ class DirectoryCore:
             for other, group in self._groups.items()
             if other != group_id and other.endswith(fingerprint)
         )
+
+    def _unlike(self, group_id: bytes, info: MemberInfo) -> tuple[int, tuple[str, ...]]:
+        """Count members of other groups with the same admission and weights; name what differs."""
+        own = dict(info.traits)
+        if WEIGHTS_TRAIT not in own:
+            return 0, ()
+        count = 0
+        differing: set[str] = set()
+        for other, group in self._groups.items():
+            if other == group_id or other[:DIGEST_BYTES] != group_id[:DIGEST_BYTES]:
+                continue
+            for member in group.members.values():
+                traits = dict(member.info.traits)
+                if own[WEIGHTS_TRAIT] == traits.get(WEIGHTS_TRAIT):
+                    count += 1
+                    differing |= {name for name, _ in own.items() ^ traits.items()}
+        return count, tuple(sorted(differing))
 
     def _find(self, ticket: Ticket) -> _Member | None:
         if ticket.incarnation != self.incarnation:

@@ -357,13 +357,18 @@ def _granted_rows(answer: LeaseGrant, asked: int) -> list[Row]:
     """Return the rows of a grant for ``asked`` blocks; raises what shows that it is none.
 
     Rows that make no sense would fail the load or, where there are too many, promise vLLM blocks
-    that its request does not have.
+    that its request does not have. A lease whose number is none could be neither renewed nor given
+    back.
     """
     rows = unpack_rows(answer.rows)
     if len(rows) > asked:
         raise ValueError(f"{len(rows)} rows for {asked} blocks")
     if unknown := {tier for tier, _, _ in rows} - set(Tier):
         raise ValueError(f"rows of unknown tiers {sorted(unknown)}")
+    # Lease 0 is a miss; then there are no rows.
+    leases = (answer.lease_id, *answer.further) if rows else (answer.lease_id,)
+    if not all(type(lease) is int and (lease > 0) is bool(rows) for lease in leases):
+        raise ValueError(f"leases {leases!r:.80} on {len(rows)} rows")
     return rows
 
 

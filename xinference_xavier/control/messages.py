@@ -34,6 +34,13 @@ DIGEST_BYTES = 32
 NAME_CHARACTERS = 1024
 """Longest name, of a member or a request, and longest address."""
 
+MAX_TRAITS = 64
+TRAIT_CHARACTERS = 64
+"""Most traits of a member, and longest name and digest of one."""
+
+WEIGHTS_TRAIT = "weights"
+"""The trait that tells whether two replicas run the same weights."""
+
 Row = tuple[int, int, int]
 """Tier, slot, generation of one leased block."""
 
@@ -76,7 +83,8 @@ class MemberInfo:
     ``name`` is stable over restarts, ``epoch`` (63 random bits) is not: it is new for every
     process, and again after the member was declared dead. ``started`` is in seconds of the
     member's wall clock, for display only. ``workers`` is empty on the way through the directory
-    (which would need torch to read it); the runtime asks the peer itself.
+    (which would need torch to read it); the runtime asks the peer itself. ``traits`` are names and
+    digests of what the fingerprint is made of.
     """
 
     name: str
@@ -85,6 +93,7 @@ class MemberInfo:
     host_id: str
     started: float
     workers: tuple[WorkerHandle, ...] = ()
+    traits: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +126,15 @@ class Joined:
     """Answer to a join. ``heartbeat_s`` is the directory's, whoever created it.
 
     ``strangers`` counts members with the same fingerprint that showed another admission: of the
-    same model, but with another secret.
+    same model, but with another secret. ``unlike`` counts members with the same admission and the
+    same weights, but another fingerprint; ``differing`` names the traits in which they differ.
     """
 
     ticket: Ticket
     heartbeat_s: float
     strangers: int = 0
+    unlike: int = 0
+    differing: tuple[str, ...] = ()
 
 
 class Reply(Enum):
@@ -237,6 +249,7 @@ def check_member(info: object) -> None:
         and 0 <= info.epoch < 1 << 63
         and isinstance(info.started, int | float)
         and info.workers == ()
+        and _are_traits(info.traits)
     )
     if not good:
         raise ValueError(f"no member: {info!r:.200}")
@@ -244,6 +257,15 @@ def check_member(info: object) -> None:
 
 def _is_name(text: object) -> bool:
     return isinstance(text, str) and 0 < len(text) <= NAME_CHARACTERS
+
+
+def _are_traits(traits: object) -> bool:
+    return (
+        isinstance(traits, tuple)
+        and len(traits) <= MAX_TRAITS
+        and all(isinstance(trait, tuple) and len(trait) == 2 for trait in traits)
+        and all(isinstance(text, str) and len(text) <= TRAIT_CHARACTERS for text in chain(*traits))
+    )
 
 
 def pack_keys(keys: Iterable[bytes]) -> bytes:

@@ -10,15 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from xinference_xavier.control.messages import unpack_keys
+from xinference_xavier.control.messages import chunks, unpack_keys
 
 DEFAULT_LIMIT_BYTES = 64 << 20
 
 ENTRY_BYTES = 92
-"""One entry in the worst case: a 32-byte int and 60 bytes of a table that has just doubled."""
+"""One entry of a mirror that only grew, at most: a 32-byte int and 60 bytes of a new table."""
 
-_STEP = 1024
-"""Entries touched between two chances for other threads: well under a millisecond."""
+_INT_BYTES = 32
+_BUCKET_BYTES = 20
+"""Of a ``dict``: 4 of its index, and two thirds of an entry of 24."""
+
+_GROWTH = 3
+"""A ``dict`` that is full goes to the next power of two from so many buckets per entry on."""
+
+_STEP = 256
+"""Entries touched between two chances for other threads: some 100 us."""
 
 _COMPACT = (1 << 60) - 1
 # An entry is found by 60 bits of the key's own hash rather than by the key: an int of 32 bytes
@@ -29,14 +36,15 @@ _COMPACT = (1 << 60) - 1
 class Mirror:
     """Bounded map from compact keys to member sets.
 
-    Beyond ``limit_bytes`` the entries learnt longest ago are dropped and ``overflowed`` is set:
-    from then on an unknown block may be known to the directory.
+    It stays within ``limit_bytes`` but for the moments in which its table is made anew. When it is
+    full, the entries learnt longest ago are dropped and ``overflowed`` is set: from then on an
+    unknown block may be known to the directory.
     """
 
     def __init__(self, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> None:
-        if limit_bytes < ENTRY_BYTES:
-            raise ValueError(f"limit_bytes={limit_bytes} holds no entry of {ENTRY_BYTES} bytes")
-        self.limit = limit_bytes // ENTRY_BYTES
+        self.limit = _entries_within(limit_bytes)
+        if self.limit < 4 * _STEP:
+            raise ValueError(f"limit_bytes={limit_bytes} holds fewer than {4 * _STEP} entries")
         self.overflowed = False
         self._members: dict[int, int] = {}
         # Small ints are shared by the interpreter, larger sets are shared here.
@@ -60,18 +68,20 @@ class Mirror:
         Returns (member number, blocks), or None when no usable member holds ``keys[start]``.
         Members that hold equally much take turns.
         """
+        if start >= len(keys):
+            return None
         get = self._members.get
-        best = 0
-        alive = usable_mask
+        alive = get(hash(keys[start]) & _COMPACT, 0) & usable_mask
+        if not alive:
+            return None
+        best = alive
         end = start
-        for position in range(start, len(keys)):
-            alive &= get(hash(keys[position]) & _COMPACT, 0)
+        for key in keys[start:]:
+            alive &= get(hash(key) & _COMPACT, 0)
             if not alive:
                 break
             best = alive
-            end = position + 1
-        if not best:
-            return None
+            end += 1
         if best & (best - 1):
             self._turn += 1
             for _ in range(self._turn % best.bit_count()):
@@ -86,15 +96,18 @@ class Mirror:
             pass
 
     def applying(self, members: int, added: bytes, removed: bytes) -> Iterator[None]:
-        """Do :meth:`apply` in short steps, yielding between them."""
+        """Do :meth:`apply` in short steps, yielding between them.
+
+        Nothing else may be applied before the last step.
+        """
         table = self._members
-        for number, key in enumerate(unpack_keys(added), 1):
-            compact = hash(key) & _COMPACT
-            table[compact] = self._shared(table.get(compact, 0) | members)
-            if number % _STEP == 0:
-                yield
-        if len(table) > self.limit:
-            self._shed()
+        for part in chunks(unpack_keys(added), _STEP):
+            if len(table) + len(part) > self.limit:
+                self._shed()
+            for key in part:
+                compact = hash(key) & _COMPACT
+                table[compact] = self._shared(table.get(compact, 0) | members)
+            yield
         for number, key in enumerate(unpack_keys(removed), 1):
             self._drop(hash(key) & _COMPACT, members)
             if number % _STEP == 0:
@@ -106,8 +119,16 @@ class Mirror:
         Nothing else may be applied before the last step, lest the member's next life lose
         entries to the sweep of its last.
         """
-        for position, compact in enumerate(list(self._members), 1):
-            self._drop(compact, 1 << number)
+        bit = 1 << number
+        held = []
+        # No copy of all entries first: that alone would take milliseconds.
+        for position, (compact, members) in enumerate(self._members.items(), 1):
+            if members & bit:
+                held.append(compact)
+            if position % _STEP == 0:
+                yield
+        for position, compact in enumerate(held, 1):
+            self._drop(compact, bit)
             if position % _STEP == 0:
                 yield
         self._sets.clear()
@@ -132,6 +153,20 @@ class Mirror:
     def _shed(self) -> None:
         # A sixteenth at once: a dict finds its oldest entry by walking over the holes before it.
         self.overflowed = True
-        surplus = len(self._members) - self.limit + self.limit // 16
+        surplus = len(self._members) + _STEP - self.limit + self.limit // 16
         for compact in list(islice(self._members, surplus)):
             del self._members[compact]
+
+
+def _entries_within(limit_bytes: int) -> int:
+    """Return how many entries fit, whatever came and went before.
+
+    A table grows by what has come, but is as large as those that are there need at that moment; so
+    more entries than a table of some size is made for may suddenly take twice that size.
+    """
+    most, buckets = 0, 8
+    while buckets * _BUCKET_BYTES < limit_bytes:
+        room = (limit_bytes - buckets * _BUCKET_BYTES) // _INT_BYTES
+        most = max(most, min(buckets // _GROWTH, room))
+        buckets *= 2
+    return most

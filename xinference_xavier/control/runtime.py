@@ -94,6 +94,7 @@ class ControlRuntime:
         directory: str | None,
         key: GroupKey,
         fingerprint: bytes,
+        traits: tuple[tuple[str, str], ...] = (),
         workers: tuple[WorkerHandle, ...],
         status_hook: StatusHook,
         audit_hook: AuditHook,
@@ -114,6 +115,7 @@ class ControlRuntime:
                 "address of one interface"
             )
         self._name = name
+        self._traits = traits
         self._host_id = boot_id()
         self._started = time.time()
         self._mirror = mirror
@@ -385,7 +387,14 @@ class ControlRuntime:
     def _introduce(self, again: bool) -> MemberInfo:
         if again:
             self._epoch = self._new_epoch()
-        return MemberInfo(self._name, self._epoch, self._address, self._host_id, self._started)
+        return MemberInfo(
+            self._name,
+            self._epoch,
+            self._address,
+            self._host_id,
+            self._started,
+            traits=self._traits,
+        )
 
     def _ask(self, session: DirectorySession, keys: Sequence[bytes]) -> None:
         first = keys[0]

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import xoscar as xo
@@ -21,6 +22,7 @@ from xinference_xavier.control.leases import describe
 from xinference_xavier.control.messages import (
     MAX_KEYS,
     Cursor,
+    Delta,
     Event,
     MemberCleared,
     MemberGone,
@@ -49,6 +51,10 @@ SNAPSHOT_KEYS = 256
 """Keys read from the index at once: it holds its lock for so long."""
 
 OUTBOX_KEYS = 64 * MAX_KEYS
+
+WORK_S = 0.0002
+PAUSE_S = 0.001
+"""While the mirror changes, this thread pauses after so much work, for so long."""
 
 Change = tuple[Sequence[bytes], Sequence[bytes]]
 Post = Callable[[Callable[[], None]], object]
@@ -198,6 +204,9 @@ class DirectorySession:
         self._poll_s = timing.heartbeat_s / POLLS_PER_HEARTBEAT
         self._ref: xo.ActorRefType[DirectoryActor] | None = None
         self._seq = 0
+        self._changing = asyncio.Lock()
+        """Held for one change of the mirror, which is many steps."""
+        self._paused_at = 0.0
 
     async def run(self) -> None:
         """Be a member until cancelled."""
@@ -258,7 +267,7 @@ class DirectorySession:
             if holders:
                 by_holders.setdefault(holders, []).append(key)
         for holders, held in by_holders.items():
-            self._mirror.apply(holders, pack_keys(held), b"")
+            await self._apply(Delta(holders, pack_keys(held)))
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -278,6 +287,7 @@ class DirectorySession:
                 # Read here: an answer that is none must not end the attempts either.
                 ticket: Ticket = joined.ticket
                 strangers: int = joined.strangers
+                unlike, differing = joined.unlike, ", ".join(joined.differing)
                 self._poll_s = joined.heartbeat_s / POLLS_PER_HEARTBEAT
             except Exception as error:
                 # Nothing that a directory does may end the attempts to find it again.
@@ -290,6 +300,7 @@ class DirectorySession:
             self._seq = 0
             self._answered()
             self._met_strangers(strangers)
+            self._met_unlike(unlike, differing)
             return ticket
 
     async def _call(self, wait_s: float, method: str, *args: Any) -> Any:
@@ -348,6 +359,17 @@ class DirectorySession:
                 self._key.namespace,
             )
 
+    def _met_unlike(self, count: int, differing: str) -> None:
+        if count:
+            logger.warning(
+                "%d replicas of the same weights in %s are in another group, and nothing is shared "
+                "with them: they differ in %s (where that is only the model's path, set "
+                "xavier_identity)",
+                count,
+                self._key.namespace,
+                differing,
+            )
+
     # -- publishing ----------------------------------------------------------------------------
 
     async def _publish_changes(self, ticket: Ticket) -> None:
@@ -396,6 +418,7 @@ class DirectorySession:
             )
             if isinstance(update, Reply):
                 return
+            self._paused_at = asyncio.get_running_loop().time()
             if update.reset:
                 self._mirror.reset()
                 self._members.reset()
@@ -409,9 +432,21 @@ class DirectorySession:
             return
         if isinstance(event, MemberGone):
             self._members.gone(event.number)
-        if isinstance(event, MemberGone | MemberCleared):
-            steps = self._mirror.removing_member(event.number)
-        else:
-            steps = self._mirror.applying(event.members, event.added, event.removed)
-        for _ in steps:
-            await asyncio.sleep(0)  # the engine thread waits for the interpreter, too
+        async with self._changing:
+            if isinstance(event, MemberGone | MemberCleared):
+                await self._pace(self._mirror.removing_member(event.number))
+            else:
+                await self._pace(self._mirror.applying(event.members, event.added, event.removed))
+
+    async def _pace(self, steps: Iterator[None]) -> None:
+        """Change the mirror, and leave the interpreter to the engine's thread in between.
+
+        That thread is let in when this one sleeps, not when it only could: an interpreter that is
+        given away and wanted back at once is never seen free by the other, which then waits for
+        as long as changes come.
+        """
+        clock = asyncio.get_running_loop().time
+        for _ in chain(steps, [None]):
+            if clock() - self._paused_at > WORK_S:
+                await asyncio.sleep(PAUSE_S)
+                self._paused_at = clock()

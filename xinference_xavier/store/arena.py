@@ -10,7 +10,7 @@ that maps it is gone, however it ended, so is the memory.
 reassigned slot visible: the writer sets the generation to 0 before the first byte of new content,
 the checksum and then the generation after the last; a reader compares the generation with the one
 that it was promised before *and* after its copy. x86-64 keeps stores, and loads, in program order,
-which is all that the protocol needs.
+which is all that the protocol needs; non-temporal stores have fences around them (``streaming``).
 """
 
 from __future__ import annotations

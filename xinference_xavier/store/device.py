@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between KV blocks and slots, in batches.
 
-A :class:`Device` is bound to one KV cache. The CPU one copies with numpy and not with torch:
-numpy works in the calling thread and releases the interpreter lock during a copy, where torch's
-index operations would start an OpenMP team of their own beside the one that vLLM pins.
+A :class:`Device` is bound to one KV cache. The CPU one copies whole cache lines past the caches
+(see ``streaming``), and what is not made of such with numpy. Both work in the calling thread and
+release the interpreter lock during a copy, where torch's index operations would start an OpenMP
+team of their own beside the one that vLLM pins.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,13 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 
 from xinference_xavier.layout import BlockLayout
+from xinference_xavier.store.streaming import Pieces, stream
 
 IntArray = npt.NDArray[np.int64]
 _Array = npt.NDArray[Any]
+
+_WORTH_SORTING: Final = 64
+"""Blocks from which on sorting saves more than it takes. Measured: 2 % then, 10 to 20 % of 1000."""
 
 
 class Mark:
@@ -74,31 +79,54 @@ class Device(Protocol):
 class _Band:
     """Consecutive spans whose rows are evenly spaced in memory: one strided array for all.
 
-    ``blocks`` is ``[num_blocks, spans, words]`` over the KV cache. vLLM allocates its layers one
-    after the other with equal sizes, so that a few bands, often a single one, cover all layers
-    and a block is one strided copy instead of one per layer.
+    vLLM allocates its layers one after the other with equal sizes, so that a few bands, often a
+    single one, cover all layers and a block is one strided copy instead of one per layer.
     """
 
     def __init__(self, views: Sequence[torch.Tensor], offset: int) -> None:
         first = views[0].numpy()
         self._offset = offset
-        self._nbytes = sum(view.shape[1] for view in views)
+        self._spans = len(views)
+        self._span_bytes = views[0].shape[1]
         pitch = views[1].data_ptr() - views[0].data_ptr() if len(views) > 1 else 0
-        row, nbytes = views[0].stride(0), views[0].shape[1]
+        row = views[0].stride(0)
+        self._places = Pieces(views[0].data_ptr(), row, pitch, len(first))
         # The widest word that every row, step and place in the slot is a multiple of.
-        grain = math.gcd(views[0].data_ptr(), pitch, row, nbytes, offset, 8)
+        grain = math.gcd(views[0].data_ptr(), pitch, row, self._span_bytes, offset, 8)
         self._dtype: np.dtype[Any] = np.dtype(f"u{grain}")
-        words = nbytes // self._dtype.itemsize
-        self.blocks: _Array = as_strided(
+        self._blocks: _Array = as_strided(
             first.view(self._dtype),
-            shape=(len(first), len(views), words),
-            strides=(row, pitch, self._dtype.itemsize),
+            shape=(len(first), self._spans, self._span_bytes // grain),
+            strides=(row, pitch, grain),
         )
 
-    def slots(self, data: _Array) -> _Array:
+    def gather(self, block_ids: IntArray, data: torch.Tensor, slots: IntArray) -> None:
+        """Pack these spans of KV blocks into slots."""
+        block_ids, slots = _in_order(block_ids, slots)
+        if not self._stream(self._in_slots(data), slots, self._places, block_ids):
+            packed = self._slots(data)
+            for block, slot, n in runs(block_ids, slots):
+                packed[slot : slot + n] = self._blocks[block : block + n]
+
+    def scatter(self, data: torch.Tensor, slots: IntArray, block_ids: IntArray) -> None:
+        """Unpack these spans of slots into KV blocks."""
+        block_ids, slots = _in_order(block_ids, slots)
+        if not self._stream(self._places, block_ids, self._in_slots(data), slots):
+            packed = self._slots(data)
+            for block, slot, n in runs(block_ids, slots):
+                self._blocks[block : block + n] = packed[slot : slot + n]
+
+    def _stream(self, target: Pieces, targets: IntArray, source: Pieces, sources: IntArray) -> bool:
+        return stream(target, targets, source, sources, count=self._spans, nbytes=self._span_bytes)
+
+    def _in_slots(self, data: torch.Tensor) -> Pieces:
+        start = data.data_ptr() + self._offset
+        return Pieces(start, data.stride(0), self._span_bytes, len(data))
+
+    def _slots(self, data: torch.Tensor) -> _Array:
         """Return this band's part of all slots, ``[slots, spans, words]``, sharing memory."""
-        part = data[:, self._offset : self._offset + self._nbytes]
-        return part.view(self._dtype).reshape(len(data), *self.blocks.shape[1:])
+        part = data.numpy()[:, self._offset : self._offset + self._spans * self._span_bytes]
+        return part.view(self._dtype).reshape(len(data), *self._blocks.shape[1:])
 
 
 class CpuDevice:
@@ -115,29 +143,23 @@ class CpuDevice:
 
     def gather(self, block_ids: IntArray, data: torch.Tensor, slots: IntArray) -> None:
         """See :class:`Device`."""
-        array = data.numpy()
-        spans = runs(block_ids, slots)
         for band in self._bands:
-            packed = band.slots(array)
-            for block, slot, n in spans:
-                packed[slot : slot + n] = band.blocks[block : block + n]
+            band.gather(block_ids, data, slots)
 
     def scatter(self, data: torch.Tensor, slots: IntArray, block_ids: IntArray) -> None:
         """See :class:`Device`."""
-        array = data.numpy()
-        spans = runs(block_ids, slots)
         for band in self._bands:
-            packed = band.slots(array)
-            for block, slot, n in spans:
-                band.blocks[block : block + n] = packed[slot : slot + n]
+            band.scatter(data, slots, block_ids)
 
     def move(
         self, source: torch.Tensor, source_slots: IntArray, target: torch.Tensor, slots: IntArray
     ) -> None:
         """See :class:`Device`."""
-        from_array, to_array = source.numpy().view(np.uint64), target.numpy().view(np.uint64)
-        for start, slot, n in runs(source_slots, slots):
-            to_array[slot : slot + n] = from_array[start : start + n]
+        to, at = (Pieces(d.data_ptr(), d.stride(0), 0, len(d)) for d in (target, source))
+        if not stream(to, slots, at, source_slots, count=1, nbytes=source.shape[1]):
+            from_array, to_array = source.numpy().view(np.uint64), target.numpy().view(np.uint64)
+            for start, slot, n in runs(source_slots, slots):
+                to_array[slot : slot + n] = from_array[start : start + n]
 
     def mark(self) -> None:
         """See :class:`Device`."""
@@ -150,6 +172,18 @@ class CpuDevice:
 
     def close(self) -> None:
         """See :class:`Device`."""
+
+
+def _in_order(block_ids: IntArray, slots: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the pairs in the order of their blocks, where they are many.
+
+    Each span of a block is small, and the next block's lies beside it: that order meets most pages
+    once only.
+    """
+    if len(block_ids) < _WORTH_SORTING:
+        return block_ids, slots
+    order = np.argsort(block_ids)
+    return block_ids[order], slots[order]
 
 
 def runs(a: IntArray, b: IntArray) -> list[tuple[int, int, int]]:

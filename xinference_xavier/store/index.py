@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Literal, overload
 
 from xinference_xavier.store import audit, census, grants
@@ -230,8 +231,8 @@ class SnapshotIndex:
         share applies. When the lease ends, its blocks become the most recently used ones.
         Returns None if ``wait`` is False and the index is busy.
         """
-        if duration <= 0:
-            raise ValueError(f"duration is {duration} s, must be positive")
+        if not 0 < duration < inf:
+            raise ValueError(f"duration is {duration} s, must be positive and finite")
         if not self._enter(wait):
             return None
         try:
@@ -252,8 +253,8 @@ class SnapshotIndex:
 
         False when it has ended: then the blocks may be gone.
         """
-        if duration <= 0:
-            raise ValueError(f"duration is {duration} s, must be positive")
+        if not 0 < duration < inf:
+            raise ValueError(f"duration is {duration} s, must be positive and finite")
         with self._locked():
             return self._book.renew(lease_id, now + duration)
 
@@ -278,6 +279,10 @@ class SnapshotIndex:
             finally:
                 self._lock.release()
             live = True
+
+    def knows(self, key: bytes) -> bool:
+        """Return what :meth:`holds` does, of this instant or the last, without the lock."""
+        return key in self._table.where
 
     def holds(self, key: bytes) -> bool:
         """Whether the block is here in any state: readable, being written or on the move."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 
 class Rings:
@@ -84,10 +85,16 @@ class Rings:
     def remove_all(self, ring: int, nodes: Sequence[int]) -> None:
         """Take every one of ``nodes`` (all different) out of ``ring``."""
         following, preceding = self.following, self.preceding
-        for node in nodes:
-            before, after = preceding[node], following[node]
-            following[before] = after
-            preceding[after] = before
+        if _lead_along(preceding, nodes):
+            # The blocks of a prefix, its end used least recently: what links them stays behind.
+            nodes_before, nodes_after = preceding[nodes[-1]], following[nodes[0]]
+            following[nodes_before] = nodes_after
+            preceding[nodes_after] = nodes_before
+        else:
+            for node in nodes:
+                before, after = preceding[node], following[node]
+                following[before] = after
+                preceding[after] = before
         self.sizes[ring] -= len(nodes)
 
     def replace_all(self, nodes: Sequence[int], news: Sequence[int]) -> None:
@@ -134,3 +141,12 @@ class Rings:
         while node < self.ids:
             yield node
             node = self.following[node]
+
+
+def _lead_along(links: list[int], nodes: Sequence[int]) -> bool:
+    """Whether ``links`` lead through all of ``nodes`` (more than two), in their order."""
+    return (
+        len(nodes) > 2
+        and links[nodes[0]] == nodes[1]
+        and itemgetter(*nodes[:-1])(links) == tuple(nodes[1:])
+    )

@@ -48,7 +48,7 @@ UNPLACED = 0
 class SlotTable:
     """Slots of both tiers with their keys, generations, leases counts and orders.
 
-    About 230 bytes per slot in use, the key's own bytes and the dict's share included.
+    About 235 bytes per slot in use, the key's own bytes and the dict's share included.
     """
 
     def __init__(self, device_slots: int, host_slots: int) -> None:
@@ -59,7 +59,9 @@ class SlotTable:
         self.where: dict[bytes, int] = {}
         self.keys: list[bytes | None] = [None] * self.slots
         self.state = bytearray(self.slots)
-        self.holds = array("i", repeat(0, self.slots))
+        # A list, since it is read and written for every block that is leased: an ``array`` takes
+        # half the memory and three times as long.
+        self.holds = [0] * self.slots
         self.generation = array("q", repeat(0, self.slots))
         self.stamp = array("q", repeat(0, self.slots))
         self.order = Rings(shared, 4)
@@ -301,9 +303,10 @@ class SlotTable:
         holds = self.holds
         fresh = []
         for slot in slots:
-            if not holds[slot]:
+            before = holds[slot]
+            if not before:
                 fresh.append(slot)
-            holds[slot] += 1
+            holds[slot] = before + 1
         self.recency.remove_all(0, fresh)
         for tier, part in self._by_tier(fresh):
             self.order.remove_all(tier, part)
@@ -317,8 +320,8 @@ class SlotTable:
         holds = self.holds
         loose = []
         for slot in slots:
-            holds[slot] -= 1
-            if not holds[slot]:
+            left = holds[slot] = holds[slot] - 1
+            if not left:
                 loose.append(slot)
         counts = self.zombies if zombie else self.leased
         for tier, part in self._by_tier(loose):

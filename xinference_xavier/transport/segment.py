@@ -38,7 +38,7 @@ from xinference_xavier.transport.pool import StagingPool
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_BYTES: Final = 32 << 20
+_CHUNK_BYTES: Final = 64 << 20
 """A thread looks at the clock after copying this much, some 10 ms."""
 
 

@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import snapshot_download
 
 from xinference_xavier import __version__
-from xinference_xavier.identity import fingerprint, weights_identity
+from xinference_xavier.identity import weights_identity
 from xinference_xavier.installed import vllm_version
 from xinference_xavier.options import OptionError, XavierOptions
 from xinference_xavier.vllm.metadata import Handshake
@@ -39,44 +39,42 @@ def fix_hash_seed() -> None:
         os.environ[SEED_VARIABLE] = DEFAULT_SEED
 
 
-def group_fingerprint(
+def group_fields(
     config: VllmConfig, ranks: Sequence[Handshake], options: XavierOptions
-) -> bytes:
-    """Return the 32 bytes that are equal on replicas whose KV blocks are interchangeable.
+) -> dict[str, str | int | None]:
+    """Return what is equal on replicas whose KV blocks are interchangeable.
 
     The block hashes do not cover these facts; vLLM's version is among them since hashes differ
     between versions. Raises OptionError when the model's files are not found.
     """
     model, cache = config.model_config, config.cache_config
     seed = os.environ.get(SEED_VARIABLE, "")
-    return fingerprint(
-        {
-            # The user's word stands for all of it: a host may keep the files elsewhere.
-            "model": None if options.xavier_identity else model.model,
-            "revision": model.revision,
-            "weights": options.xavier_identity or _weights(config),
-            # As vLLM resolved it: overrides and another config path are in it.
-            "config": json.dumps(_settings(model), sort_keys=True, default=str),
-            # Some rotary embeddings choose their factors by it.
-            "max_model_len": model.max_model_len,
-            "dtype": str(model.dtype),
-            "kv_dtype": str(cache.cache_dtype),
-            "quantization": str(model.quantization),
-            "block_tokens": ranks[0].block_tokens,
-            "layout": ranks[0].worker.layout_digest,
-            "attention": str(config.attention_config.backend),
-            "device": ranks[0].device,
-            "isa": torch.backends.cpu.get_cpu_capability() if ranks[0].device == "cpu" else None,
-            "ranks": len(ranks),
-            "hash_algorithm": str(cache.prefix_caching_hash_algo),
-            "hash_seed": hashlib.sha256(seed.encode()).hexdigest(),
-            "vllm": vllm_version(),
-            # Two versions of this package may not understand each other's messages.
-            "xavier": __version__,
-            # A reader that compares checksums needs sources that publish them.
-            "verify": options.xavier_verify,
-        }
-    )
+    return {
+        # The user's word stands for all of it: a host may keep the files elsewhere.
+        "model": None if options.xavier_identity else model.model,
+        "revision": model.revision,
+        "weights": options.xavier_identity or _weights(config),
+        # As vLLM resolved it: overrides and another config path are in it.
+        "config": json.dumps(_settings(model), sort_keys=True, default=str),
+        # Some rotary embeddings choose their factors by it.
+        "max_model_len": model.max_model_len,
+        "dtype": str(model.dtype),
+        "kv_dtype": str(cache.cache_dtype),
+        "quantization": str(model.quantization),
+        "block_tokens": ranks[0].block_tokens,
+        "layout": ranks[0].worker.layout_digest,
+        "attention": str(config.attention_config.backend),
+        "device": ranks[0].device,
+        "isa": torch.backends.cpu.get_cpu_capability() if ranks[0].device == "cpu" else None,
+        "ranks": len(ranks),
+        "hash_algorithm": str(cache.prefix_caching_hash_algo),
+        "hash_seed": hashlib.sha256(seed.encode()).hexdigest(),
+        "vllm": vllm_version(),
+        # Two versions of this package may not understand each other's messages.
+        "xavier": __version__,
+        # A reader that compares checksums needs sources that publish them.
+        "verify": options.xavier_verify,
+    }
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:

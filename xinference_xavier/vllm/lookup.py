@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -153,9 +152,12 @@ class Lookups:
     def begin(self, request: WaitingRequest) -> None:
         """Start reserving for a request that vLLM just added."""
         keys = request.block_hashes
-        if keys:
-            with suppress(_IndexBusy):
-                self._plan(request, self._locally_cached(keys))
+        if not keys:
+            return
+        try:
+            self._plan(request, self._locally_cached(keys))
+        except _IndexBusy:
+            return  # the lookup asks again
 
     def matched(self, request: WaitingRequest, local_blocks: int, *, room: int) -> int | None:
         """Return how many blocks after ``local_blocks`` can be loaded; None means ask again.
@@ -263,7 +265,9 @@ class Lookups:
         vLLM evicts the tail of a prefix first, so a binary search finds the edge; where it does
         not, the plan only starts too early or is made again.
         """
-        low, high = 0, len(keys)
+        if not self._blocks.is_cached(keys[0]):
+            return 0  # most often, and much cheaper to find out than to search for
+        low, high = 1, len(keys)
         while low < high:
             middle = (low + high) // 2
             if self._blocks.is_cached(keys[middle]):
@@ -278,16 +282,19 @@ class Lookups:
         Raises :class:`_IndexBusy`; holds nothing after any exception.
         """
         keys = request.block_hashes
+        if start >= len(keys):
+            return None
         request_id = request.request_id
-        promise = Promise(request_id, start)
         usable = self._control.usable_mask()
-        position = start
+        run = self._run(keys, start, request_id, usable)
+        if run is None:
+            return None
+        promise = Promise(request_id, start, [run])
         self._promises[request_id] = promise
+        position = start + run.wanted
         try:
             while position < len(keys) and len(promise.runs) < MOST_RUNS:
-                run = self._own_run(keys, position, request_id) or self._peer_run(
-                    keys, position, request_id, usable
-                )
+                run = self._run(keys, position, request_id, usable)
                 if run is None:
                     break
                 promise.runs.append(run)
@@ -295,10 +302,15 @@ class Lookups:
         except Exception:
             self.drop(request_id)
             raise
-        if promise.runs:
-            return promise
-        del self._promises[request_id]
-        return None
+        return promise
+
+    def _run(self, keys: Sequence[bytes], first: int, request_id: str, usable: int) -> Run | None:
+        """Lease or reserve what follows block ``first``, from one source."""
+        if self._index.knows(keys[first]):
+            run = self._own_run(keys, first, request_id)
+            if run is not None:
+                return run
+        return self._peer_run(keys, first, request_id, usable)
 
     def _own_run(self, keys: Sequence[bytes], first: int, request_id: str) -> Run | None:
         try:

@@ -69,6 +69,9 @@ def _end_after(parent: int, process: int | None) -> None:
         end.register(process, select.POLLIN)
         end.poll()
     logger.warning("The parent, process %d, has ended; so does this engine", parent)
+    # By the kernel, since no thread of Python runs in an interpreter that goes down, which takes
+    # long in vLLM's. A process that handles the alarm is left to this thread.
+    signal.setitimer(signal.ITIMER_REAL, END_AFTER_S)
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(END_AFTER_S)
     os.kill(os.getpid(), signal.SIGKILL)

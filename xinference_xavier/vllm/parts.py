@@ -13,13 +13,14 @@ from xinference_xavier import launch_note
 from xinference_xavier.control.mirror import Mirror
 from xinference_xavier.control.runtime import ControlRuntime
 from xinference_xavier.control.trust import GroupKey
+from xinference_xavier.identity import fingerprint, traits
 from xinference_xavier.options import Deployment, XavierOptions
 from xinference_xavier.sizes import format_size
 from xinference_xavier.store.index import SnapshotIndex
 from xinference_xavier.tiers import spare_slots
 from xinference_xavier.vllm.compat import Blocks
 from xinference_xavier.vllm.counters import Counters
-from xinference_xavier.vllm.identity import group_fingerprint
+from xinference_xavier.vllm.identity import group_fields
 from xinference_xavier.vllm.loads import Loaded, Loads
 from xinference_xavier.vllm.lookup import Lookups
 from xinference_xavier.vllm.metadata import Handshake
@@ -92,6 +93,7 @@ def assemble(
     spare = spare_slots(host_slots, step_blocks)
     index = SnapshotIndex(device_slots=device_slots, host_slots=host_slots, spare_slots=spare)
     mirror = Mirror()
+    fields = group_fields(config, ranks, options)
     control = ControlRuntime(
         index=index,
         mirror=mirror,
@@ -99,7 +101,8 @@ def assemble(
         host=deployment.xavier_host,
         directory=deployment.xavier_directory,
         key=GroupKey(deployment.xavier_namespace, secret),
-        fingerprint=group_fingerprint(config, ranks, options),
+        fingerprint=fingerprint(fields),
+        traits=traits(fields),
         workers=tuple(rank.worker for rank in ranks),
         status_hook=status,
         audit_hook=audit,

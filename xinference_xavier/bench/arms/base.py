@@ -86,7 +86,7 @@ class Replicas:
 
     def settle(self) -> None:
         """Wait until nothing that an earlier request caused goes on."""
-        rest(self.engines)
+        rest(self.engines, helpers=self._helpers)
 
     def publish(self, prefix: str, question: str) -> dict[str, Any]:
         """Let the first replica compute ``prefix``, and wait until the others can load it.
@@ -94,9 +94,14 @@ class Replicas:
         ``question`` follows the prefix in the prompt that will load it. Returns what the request
         of that prompt must carry.
         """
-        self.engines[0].complete(prefix, max_tokens=1)
-        self.settle()
+        self.share([prefix])
         return {}
+
+    def share(self, prefixes: Sequence[str]) -> None:
+        """Let the first replica compute ``prefixes``, and wait until the others can load them."""
+        for prefix in prefixes:
+            self.engines[0].complete(prefix, max_tokens=1)
+        self.settle()
 
 
 class Arm(Protocol):

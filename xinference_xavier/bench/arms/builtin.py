@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from xinference_xavier.bench.engines import BLOCK_TOKENS, EngineError, running
 from xinference_xavier.bench.helper import helper_process
 
 ACTORS: Final = "xinference_xavier.bench.arms.builtin_actors"
+START_S: Final = 1200.0
 CONNECTOR: Final = "xinference.model.llm.vllm.xavier.v1_connector"
 
 
@@ -56,10 +58,15 @@ class BuiltinArm:
 
 def _addresses(process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
     assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(b"{"):
-            found: dict[str, Any] = json.loads(line)
-            return found
+    late = threading.Timer(START_S, process.kill)
+    late.start()
+    try:
+        for line in process.stdout:
+            if line.startswith(b"{"):
+                found: dict[str, Any] = json.loads(line)
+                return found
+    finally:
+        late.cancel()
     raise EngineError(f"Xinference's actors did not start:\n{log.read_text(errors='replace')}")
 
 

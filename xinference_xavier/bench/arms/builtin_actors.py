@@ -8,16 +8,21 @@ transfer actor does on any machine, gives None here: on the CPU it is never used
 
 Prints one line of JSON, ``tracker_address``, ``tracker_uid`` and ``rank_addresses`` by rank, and
 then runs until SIGTERM.
+
+Every process of the pool imports the actors before any is created: an import takes tens of seconds
+of CPU time, since it brings all of Xinference and of vLLM, and ranks that join the mesh wait for
+each other for 30 seconds only.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import os
 import signal
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import torch
@@ -25,7 +30,8 @@ import xoscar
 from xinference.model.llm.vllm.xavier.transfer import Rank0TransferActor, TransferActor
 from xinference.model.llm.xavier.block_tracker import BlockTracker
 
-MODEL = "bench"
+MODEL: Final = "bench"
+MODULE: Final = "xinference_xavier.bench.arms.builtin_actors"
 
 
 class CpuTransferActor(TransferActor):  # type: ignore[misc]
@@ -40,7 +46,9 @@ async def serve(replicas: int) -> None:
     """Create the actors, tell where they are, and wait for the end."""
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    pool = await xoscar.create_actor_pool("127.0.0.1:0", n_process=replicas + 1)
+    pool = await xoscar.create_actor_pool(
+        "127.0.0.1:0", n_process=replicas + 1, modules=[MODULE], auto_recover=False
+    )
     async with pool:
         tracker = await xoscar.create_actor(
             BlockTracker,
@@ -86,7 +94,13 @@ async def _transfer_actor(rank: int, address: str, world: dict[str, Any]) -> Non
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replicas", type=int, required=True)
     asyncio.run(serve(parser.parse_args().replicas))
+
+
+if __name__ == "__main__":
+    # Other processes must find the actors' classes by name, so not as those of __main__.
+    importlib.import_module(MODULE).main()

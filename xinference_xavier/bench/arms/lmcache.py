@@ -13,12 +13,18 @@ from pathlib import Path
 from typing import Final
 
 from xinference_xavier.bench.arms.base import ArmSettings, ArmUnavailable, Replicas
-from xinference_xavier.bench.engines import EngineError, free_port, running, wait_until
-from xinference_xavier.bench.helper import helper_process, listens
+from xinference_xavier.bench.engines import (
+    START_S,
+    EngineError,
+    accepts,
+    free_port,
+    running,
+    wait_until,
+)
+from xinference_xavier.bench.helper import helper_process
 
 PYTHON_VARIABLE: Final = "XINFERENCE_XAVIER_LMCACHE_PYTHON"
 DEFAULT_PYTHON: Final = ".venv-lmcache/bin/python"
-START_S: Final = 120.0
 CACHE_GB: Final = 4
 
 
@@ -33,12 +39,12 @@ class LmcacheArm:
     def check(self) -> None:
         """See :class:`~xinference_xavier.bench.arms.base.Arm`."""
         python = _python()
+        # Looked for, not imported: that would take as long as to start an engine.
+        look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('lmcache') is None)"
         found = (
             python.exists()
             and not subprocess.run(
-                [python, "-c", "import lmcache.integration.vllm.lmcache_mp_connector"],
-                capture_output=True,
-                check=False,
+                [python, "-c", look], capture_output=True, check=False
             ).returncode
         )
         if not found:
@@ -54,7 +60,8 @@ class LmcacheArm:
         segment = f"xavier-bench-{uuid.uuid4().hex[:12]}"
         command = [
             str(python.parent / "lmcache"), "server", "--host", "127.0.0.1", "--port", str(port),
-            "--l1-size-gb", str(CACHE_GB), "--eviction-policy", "LRU",
+            "--http-port", str(free_port()), "--l1-size-gb", str(CACHE_GB),
+            "--eviction-policy", "LRU",
             "--supported-transfer-mode", "engine_driven", "--shm-name", segment,
         ]  # fmt: skip
         log = settings.folder / "lmcache-server.log"
@@ -70,8 +77,9 @@ class LmcacheArm:
                 with running(engines):
                     yield Replicas(engines, helpers=[server.pid])
         finally:
-            # It leaves its cache behind in shared memory.
-            Path("/dev/shm", segment).unlink(missing_ok=True)
+            # Killed, it leaves its cache behind in shared memory, under that name and a prefix.
+            for left in Path("/dev/shm").glob(f"*{segment}"):
+                left.unlink(missing_ok=True)
 
 
 def _python() -> Path:
@@ -82,7 +90,7 @@ def _wait_listening(server: subprocess.Popen[bytes], port: int, log: Path) -> No
     def up() -> bool:
         if server.poll() is not None:
             raise EngineError(f"LMCache's server ended:\n{log.read_text(errors='replace')}")
-        return listens(port)
+        return accepts(port)
 
     wait_until(up, "LMCache's server listens", START_S)
 

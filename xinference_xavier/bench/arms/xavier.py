@@ -38,12 +38,13 @@ class XavierReplicas(Replicas):
         settle(self._directory, len(self.engines))
         super().settle()
 
-    def publish(self, prefix: str, question: str) -> dict[str, Any]:
+    def share(self, prefixes: Sequence[str]) -> None:
         """See :class:`Replicas`; waits until all others have heard of all blocks."""
         readers = [engine.name for engine in self.engines[1:]]
-        blocks = len(prefix) // BLOCK_TOKENS
+        blocks = sum(len(prefix) // BLOCK_TOKENS for prefix in prefixes)
         before = self._known(readers)
-        self.engines[0].complete(prefix, max_tokens=1)
+        for prefix in prefixes:
+            self.engines[0].complete(prefix, max_tokens=1)
         wait_until(
             lambda: all(
                 now >= then + blocks for now, then in zip(self._known(readers), before, strict=True)
@@ -52,7 +53,6 @@ class XavierReplicas(Replicas):
             PUBLISHED_S,
         )
         self.settle()
-        return {}
 
     def _known(self, readers: Sequence[str]) -> list[int]:
         found = self.describe()
