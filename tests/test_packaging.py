@@ -119,7 +119,7 @@ def test_requirements_are_what_is_imported() -> None:
     plain = canonical(Requirement(text).name for text in project["dependencies"])
     reached: dict[str, Distribution] = {}
     optional = project["optional-dependencies"]
-    extras = (text for name in ("cpu", "cuda", "ui") for text in optional[name])
+    extras = (text for name in ("cpu", "cuda", "demo", "ui") for text in optional[name])
     for text in [*project["dependencies"], *extras]:
         requirements(Requirement(text), reached)
     owners = packages_distributions()

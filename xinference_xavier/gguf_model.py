@@ -95,7 +95,11 @@ def _write_weights(file: GGUFReader, config: dict[str, Any], target: Path) -> No
         if tensor.name in _WHOLE:
             weights[_WHOLE[tensor.name]] = data
             continue
-        _, layer, part, _ = tensor.name.split(".")
+        match tensor.name.split("."):
+            case ["blk", layer, part, "weight"] if part in _OF_LAYER:
+                pass
+            case _:
+                raise ValueError(f"the tensor {tensor.name} has no place in a plain Llama model")
         if part in heads:
             data = _halves(data, heads[part])
         weights[f"model.layers.{layer}.{_OF_LAYER[part]}.weight"] = data

@@ -102,6 +102,35 @@ def test_a_member_is_forgotten_everywhere_and_in_steps() -> None:
     assert mirror.holders(many[0]) == 1 << 2
 
 
+def test_what_is_missed_during_a_sweep_is_forgotten_as_well() -> None:
+    many = [key(number) for number in range(3000)]
+    mirror = Mirror()
+    mirror.apply(1 << 1, pack_keys(many), b"")
+    mirror.apply(1 << 2, pack_keys(many[1000:]), b"")
+    for step, _ in enumerate(mirror.removing_member(1)):
+        mirror.missed(2, many[-1 - step])
+        mirror.missed(1, many[step])
+    missed = step + 1
+    assert missed > 10
+    assert not any(map(mirror.holders, many[:1000] + many[-missed:]))
+    assert all(mirror.holders(kept) == 1 << 2 for kept in many[1000:-missed])
+    for _ in mirror.removing_member(2):
+        pass
+    assert len(mirror) == 0
+
+
+def test_a_missed_block_can_come_back() -> None:
+    mirror = mirror_of(m1=range(2))
+    mirror.missed(1, KEYS[0])
+    mirror.missed(1, key(9999))
+    assert mirror.holders(KEYS[0]) == 0
+    mirror.apply(1 << 1, KEYS[0], b"")
+    assert mirror.holders(KEYS[0]) == 1 << 1
+    mirror.missed(1, KEYS[0])
+    mirror.apply(1 << 1, b"", KEYS[0] + KEYS[1])
+    assert len(mirror) == 0
+
+
 def test_beyond_its_limit_the_oldest_go_and_it_says_so() -> None:
     mirror = Mirror(limit_bytes=200_000)
     full = mirror.limit

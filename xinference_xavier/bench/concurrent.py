@@ -153,6 +153,7 @@ def judged(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         ]
         found[name] = paired.judged(arm["rounds"], KEYS) | {
             "full_hits": sum(each.get("full_hits", 0) for each in own[1:]),
+            "plain_full_hits": sum(each.get("full_hits", 0) for each in plain[1:]),
             "answers": len(pairs),
             "answers_equal": sum(one == other for one, other in pairs),
             "first_answers_equal": arm["first"]["own"] == arm["first"]["plain"] == reference,
@@ -251,8 +252,8 @@ def show(result: dict[str, Any], report: Report) -> None:
             equal = "equal" if arm["first_answers_equal"] else "NOT EQUAL"
             report.note(
                 f"{name}: first answers {equal}; under load {arm['answers_equal']} of "
-                f"{arm['answers']} answers are plain vLLM's, and {arm['full_hits']} found their "
-                "whole prefix."
+                f"{arm['answers']} answers are plain vLLM's; {arm['full_hits']} found their "
+                f"whole prefix, {arm['plain_full_hits']} of plain vLLM in its own cache."
             )
     report.failures(result["failed"])
     for note in result["notes"]:

@@ -12,10 +12,13 @@ bits, so replaying those that a page already shows does no harm.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import itemgetter
+from itertools import islice
+from operator import attrgetter
+from typing import NamedTuple
 
 from xinference_xavier.control.messages import (
     DIGEST_BYTES,
@@ -51,8 +54,16 @@ class _Member:
     info: MemberInfo
     last_seen: float
     seq: int = 0
-    snapshot: tuple[int, list[bytes]] | None = None
-    """Version at the first page, and the keys to page through."""
+    snapshot: _Snapshot | None = None
+
+
+class _Snapshot(NamedTuple):
+    """``version`` at the first page, and the ``keys`` to page through: the latest ``most``."""
+
+    version: int
+    most: int
+    keys: list[bytes]
+    partial: bool
 
 
 class _Group:
@@ -139,28 +150,37 @@ class _Group:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def read(self, number: int, cursor: Cursor | None) -> Update:
+    def read(self, number: int, cursor: Cursor | None, most: int) -> Update:
         member = self.members[number]
         if cursor is not None and cursor.page is not None:
-            if member.snapshot is not None and member.snapshot[0] == cursor.version:
-                return self._page(number, *member.snapshot, cursor.page)
+            if member.snapshot is not None and member.snapshot.version == cursor.version:
+                return self._page(number, member.snapshot, cursor.page)
             cursor = None
         if cursor is None or not self.version - len(self._log) <= cursor.version <= self.version:
-            member.snapshot = self._recent_snapshot() or (self.version, list(self.table))
-            return self._page(number, *member.snapshot, 0)
+            # Who has just failed to read to the end in time gets all the time that there is.
+            again = member.snapshot is not None
+            member.snapshot = (None if again else self._recent(most)) or self._snapshot(most)
+            return self._page(number, member.snapshot, 0)
         member.snapshot = None
         return self._tail(number, cursor.version)
 
-    def _recent_snapshot(self) -> tuple[int, list[bytes]] | None:
+    def _snapshot(self, most: int) -> _Snapshot:
+        keys = list(islice(reversed(self.table), most))
+        keys.reverse()  # a full mirror drops first what came first
+        return _Snapshot(self.version, most, keys, partial=len(keys) < len(self.table))
+
+    def _recent(self, most: int) -> _Snapshot | None:
         """Return what another member pages through, if the log will still follow it at its end.
 
         After a restart all members read at once: the lists would take more than the table.
         """
         oldest = self.version - len(self._log) // 2
         taken = [member.snapshot for member in self.members.values() if member.snapshot]
-        return max((one for one in taken if one[0] >= oldest), default=None, key=itemgetter(0))
+        fitting = (one for one in taken if one.version >= oldest and one.most == most)
+        return max(fitting, default=None, key=attrgetter("version"))
 
-    def _page(self, number: int, version: int, keys: list[bytes], page: int) -> Update:
+    def _page(self, number: int, snapshot: _Snapshot, page: int) -> Update:
+        version, keys = snapshot.version, snapshot.keys
         events: list[Event] = []
         if page == 0:
             events += [
@@ -177,7 +197,13 @@ class _Group:
                 by_holders.setdefault(others, []).append(key)
         events += [Delta(members, pack_keys(held)) for members, held in by_holders.items()]
         following = page + 1 if end < len(keys) else None
-        return Update(Cursor(version, following), tuple(events), reset=page == 0)
+        first = page == 0
+        return Update(
+            Cursor(version, following),
+            tuple(events),
+            reset=first,
+            partial=first and snapshot.partial,
+        )
 
     def _tail(self, number: int, version: int) -> Update:
         events: list[Event] = []
@@ -284,11 +310,17 @@ class DirectoryCore:
         member.seq = publication.seq
         return Reply.OK
 
-    def read(self, ticket: Ticket, cursor: Cursor | None) -> Update | Reply:
-        """Return what happened to the *other* members since ``cursor`` (None: everything)."""
+    def read(
+        self, ticket: Ticket, cursor: Cursor | None, most: int = sys.maxsize
+    ) -> Update | Reply:
+        """Return what happened to the *other* members since ``cursor``.
+
+        For None, or a cursor that the log has left behind, it is what they hold: the ``most`` keys
+        that came last.
+        """
         if self._find(ticket) is None:
             return Reply.STALE
-        return self._groups[ticket.group].read(ticket.number, cursor)
+        return self._groups[ticket.group].read(ticket.number, cursor, most)
 
     def holders(self, ticket: Ticket, keys: bytes) -> list[int] | Reply:
         """Return the set of other members that hold each key."""

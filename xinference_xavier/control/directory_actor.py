@@ -13,6 +13,7 @@ import hmac
 import logging
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Callable
 
@@ -94,8 +95,12 @@ class DirectoryActor(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
         return reply
 
     @no_lock
-    async def poll(self, ticket: Ticket, cursor: Cursor | None, wait_s: float) -> Update | Reply:
+    async def poll(
+        self, ticket: Ticket, cursor: Cursor | None, wait_s: float, most: int = sys.maxsize
+    ) -> Update | Reply:
         """Return news since ``cursor``, waiting for them for at most ``wait_s`` seconds.
+
+        Without a cursor that can be followed, begin with the ``most`` keys that came last.
 
         No longer than the heartbeat limit, after which nobody waits any more. Only its arrival
         counts as a sign of life: the wait may outlast the one who waits.
@@ -105,7 +110,7 @@ class DirectoryActor(xo.Actor):  # type: ignore[misc]  # xoscar ships no types
         limit = self._core.heartbeat_s
         deadline = now + (wait_s if 0 <= wait_s <= limit else limit)
         while True:
-            answer = self._core.read(ticket, cursor)
+            answer = self._core.read(ticket, cursor, most)
             if isinstance(answer, Reply) or answer.events or answer.reset:
                 return answer
             if answer.cursor.page is None:

@@ -137,7 +137,7 @@ class Group:
     def missed(self, peer: Peer, key: bytes) -> None:
         """Correct the mirror: ``peer`` does not have ``key``. A later delta may bring it back."""
         if self._peers.get(peer.number) is peer:
-            self._mirror.apply(1 << peer.number, b"", key)
+            self._mirror.missed(peer.number, key)
 
     # -- acquaintance --------------------------------------------------------------------------
 

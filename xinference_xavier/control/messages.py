@@ -199,11 +199,15 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Answer to a poll: events in order; ``reset`` means forget everything first."""
+    """Answer to a poll: events in order; ``reset`` means forget everything first.
+
+    ``partial``, beside ``reset``: there are more keys than were asked for.
+    """
 
     cursor: Cursor
     events: tuple[Event, ...] = ()
     reset: bool = False
+    partial: bool = False
 
 
 class Refused(Enum):

@@ -113,17 +113,26 @@ class Mirror:
             if number % _STEP == 0:
                 yield
 
+    def missed(self, number: int, key: bytes) -> None:
+        """Record that one member does not hold ``key``; also while other changes are under way.
+
+        The entry stays, if need be for nobody: :meth:`removing_member` may be walking the table.
+        """
+        compact = hash(key) & _COMPACT
+        if before := self._members.get(compact, 0):
+            self._members[compact] = self._shared(before & ~(1 << number))
+
     def removing_member(self, number: int) -> Iterator[None]:
         """Forget everything that was said about one member, in short steps; yield between them.
 
-        Nothing else may be applied before the last step, lest the member's next life lose
-        entries to the sweep of its last.
+        Nothing but :meth:`missed` may be applied before the last step, lest the member's next life
+        lose entries to the sweep of its last.
         """
         bit = 1 << number
         held = []
         # No copy of all entries first: that alone would take milliseconds.
         for position, (compact, members) in enumerate(self._members.items(), 1):
-            if members & bit:
+            if members & bit or not members:
                 held.append(compact)
             if position % _STEP == 0:
                 yield
@@ -133,22 +142,24 @@ class Mirror:
                 yield
         self._sets.clear()
 
-    def reset(self) -> None:
-        """Forget everything, for a snapshot from the directory."""
+    def reset(self, *, overflowed: bool = False) -> None:
+        """Forget everything, for a snapshot from the directory, with more if ``overflowed``."""
         self._members.clear()
         self._sets.clear()
-        self.overflowed = False
+        self.overflowed = overflowed
 
     def _shared(self, members: int) -> int:
         return self._sets.setdefault(members, members) if members > 256 else members
 
     def _drop(self, compact: int, members: int) -> None:
-        before = self._members.get(compact, 0)
-        if before & members:
-            if rest := before & ~members:
+        before = self._members.get(compact)
+        if before is None:
+            return
+        if rest := before & ~members:
+            if rest != before:
                 self._members[compact] = self._shared(rest)
-            else:
-                del self._members[compact]
+        else:
+            del self._members[compact]
 
     def _shed(self) -> None:
         # A sixteenth at once: a dict finds its oldest entry by walking over the holes before it.

@@ -9,6 +9,7 @@ somebody answers, and a directory that no longer knows us is joined anew.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,6 @@ from xinference_xavier.control.leases import describe
 from xinference_xavier.control.messages import (
     MAX_KEYS,
     Cursor,
-    Delta,
     Event,
     MemberCleared,
     MemberGone,
@@ -207,6 +207,9 @@ class DirectorySession:
         self._changing = asyncio.Lock()
         """Held for one change of the mirror, which is many steps."""
         self._paused_at = 0.0
+        self._heard_at = 0.0
+        self._withdrawn = 0
+        """Counts what makes older answers about holders wrong: who left, cleared, or all of it."""
 
     async def run(self) -> None:
         """Be a member until cancelled."""
@@ -262,12 +265,17 @@ class DirectorySession:
 
     async def ask(self, keys: Sequence[bytes]) -> None:
         """Put into the mirror what the directory knows of ``keys``."""
+        withdrawn = self._withdrawn
         by_holders: dict[int, list[bytes]] = {}
         for key, holders in zip(keys, await self.holders(keys), strict=False):
             if holders:
                 by_holders.setdefault(holders, []).append(key)
         for holders, held in by_holders.items():
-            await self._apply(Delta(holders, pack_keys(held)))
+            async with self._changing:
+                # Nobody would ever sweep what a member that has gone is said to hold.
+                if withdrawn != self._withdrawn:
+                    return
+                await self._pace(self._mirror.applying(holders, pack_keys(held), b""))
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -414,14 +422,16 @@ class DirectorySession:
         cursor: Cursor | None = None
         while True:
             update: Update | Reply = await self._call(
-                self._poll_s, "poll", ticket, cursor, self._poll_s
+                self._poll_s, "poll", ticket, cursor, self._poll_s, self._mirror.limit
             )
             if isinstance(update, Reply):
                 return
-            self._paused_at = asyncio.get_running_loop().time()
+            self._paused_at = self._heard_at = asyncio.get_running_loop().time()
             if update.reset:
-                self._mirror.reset()
-                self._members.reset()
+                async with self._changing:
+                    self._withdrawn += 1
+                    self._mirror.reset(overflowed=update.partial)
+                    self._members.reset()
             for event in update.events:
                 await self._apply(event)
             cursor = update.cursor
@@ -434,6 +444,7 @@ class DirectorySession:
             self._members.gone(event.number)
         async with self._changing:
             if isinstance(event, MemberGone | MemberCleared):
+                self._withdrawn += 1
                 await self._pace(self._mirror.removing_member(event.number))
             else:
                 await self._pace(self._mirror.applying(event.members, event.added, event.removed))
@@ -449,4 +460,12 @@ class DirectorySession:
         for _ in chain(steps, [None]):
             if clock() - self._paused_at > WORK_S:
                 await asyncio.sleep(PAUSE_S)
+                if clock() - self._heard_at > self._poll_s:
+                    await self._say_alive()
                 self._paused_at = clock()
+
+    async def _say_alive(self) -> None:
+        """Be heard by the directory during a change that takes longer than polls may be apart."""
+        with contextlib.suppress(Exception):  # the next poll finds out what is wrong
+            await self.holders([])
+        self._heard_at = asyncio.get_running_loop().time()

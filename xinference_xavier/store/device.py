@@ -19,7 +19,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 
 from xinference_xavier.layout import BlockLayout
-from xinference_xavier.store.streaming import Pieces, stream
+from xinference_xavier.store.streaming import Pieces, stream, streamer
 
 IntArray = npt.NDArray[np.int64]
 _Array = npt.NDArray[Any]
@@ -140,6 +140,7 @@ class CpuDevice:
             _Band([self._views[i] for i in group], layout.spans[group[0]].offset)
             for group in _bands(self._views)
         ]
+        streamer()  # compiled now, not when the first request waits for its load
 
     def gather(self, block_ids: IntArray, data: torch.Tensor, slots: IntArray) -> None:
         """See :class:`Device`."""
@@ -156,6 +157,8 @@ class CpuDevice:
     ) -> None:
         """See :class:`Device`."""
         to, at = (Pieces(d.data_ptr(), d.stride(0), 0, len(d)) for d in (target, source))
+        if source.shape[1] != target.shape[1]:
+            raise ValueError(f"slots of {source.shape[1]} bytes to slots of {target.shape[1]}")
         if not stream(to, slots, at, source_slots, count=1, nbytes=source.shape[1]):
             from_array, to_array = source.numpy().view(np.uint64), target.numpy().view(np.uint64)
             for start, slot, n in runs(source_slots, slots):

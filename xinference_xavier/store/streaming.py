@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import functools
 import logging
+import platform
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
@@ -70,7 +71,10 @@ class Streamer:
         self._engine.finalize_object()
         side = (*[ctypes.c_int64] * 4, ctypes.c_char_p)
         function = ctypes.CFUNCTYPE(ctypes.c_int64, *side, *side, *[ctypes.c_int64] * 3)
-        self._copy = function(self._engine.get_function_address(_NAME))
+        address = self._engine.get_function_address(_NAME)
+        if not _executable(address):
+            raise PermissionError("no memory of this process may hold code that it has made")
+        self._copy = function(address)
 
     def copy(
         self,
@@ -125,8 +129,21 @@ def streamer() -> Streamer | None:
         return None
 
 
+def _executable(address: int) -> bool:
+    """Whether code can run there. LLVM does not notice that the kernel refused it that."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, rights = line.split(maxsplit=2)[:2]
+            first, end = (int(bound, 16) for bound in span.split("-"))
+            if first <= address < end:
+                return "x" in rights
+    return False
+
+
 def host_machine() -> Any:
-    """Return what makes code for this CPU."""
+    """Return what makes code for this CPU. Raises NotImplementedError for one without a fence."""
+    if platform.machine() != "x86_64":  # LLVM would end the process
+        raise NotImplementedError(f"not written for {platform.machine()}")
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
