@@ -27,7 +27,7 @@ def rows(name: int, count: int, width: int = WIDTH) -> NDArray[np.float32]:
     return np.repeat(np.arange(count, dtype=np.float32) + 100 * name, width).reshape(count, width)
 
 
-def write(path: Path, architecture: str = "llama") -> Path:
+def write(path: Path, architecture: str = "llama", more: str | None = None) -> Path:
     file = GGUFWriter(path, architecture)
     file.add_vocab_size(len(TOKENS))
     file.add_embedding_length(WIDTH)
@@ -59,6 +59,8 @@ def write(path: Path, architecture: str = "llama") -> Path:
         "blk.0.ffn_down": rows(11, WIDTH, INNER),
     }.items():
         file.add_tensor(f"{name}.weight", np.ascontiguousarray(data))
+    if more is not None:
+        file.add_tensor(more, np.zeros(4, dtype=np.float32))
     file.write_header_to_file()
     file.write_kv_data_to_file()
     file.write_tensors_to_file()
@@ -130,6 +132,15 @@ def test_digits_stay_single_and_control_tokens_whole(folder: Path) -> None:
 def test_a_model_of_another_kind_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="kind gemma; only llama"):
         convert(write(tmp_path / "model.gguf", "gemma"), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("tensor", ["blk.0.attn_v.bias", "blk.0.ffn_gate_inp.weight", "rope_freqs"])
+def test_a_tensor_that_a_plain_llama_has_not_is_refused_before_anything_is_written(
+    tmp_path: Path, tensor: str
+) -> None:
+    with pytest.raises(ValueError, match=f"tensor {tensor} has no place"):
+        convert(write(tmp_path / "model.gguf", more=tensor), tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 

@@ -42,14 +42,16 @@ def convert(source: Path, target: Path) -> None:
     Raises ValueError or KeyError, naming what is not there, for a file of another kind.
     """
     from gguf import GGUFReader
+    from safetensors.numpy import save_file
 
     file = GGUFReader(source)
     if (kind := _value(file, "general.architecture")) != "llama":
         raise ValueError(f"{source} is a model of the kind {kind}; only llama is read")
-    target.mkdir()
     config = _config(file)
+    weights = _weights(file, config)
+    target.mkdir()
     (target / "config.json").write_text(json.dumps(config, indent=2))
-    _write_weights(file, config, target)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(file, target)
 
 
@@ -81,9 +83,8 @@ def _config(file: GGUFReader) -> dict[str, Any]:
     }
 
 
-def _write_weights(file: GGUFReader, config: dict[str, Any], target: Path) -> None:
+def _weights(file: GGUFReader, config: dict[str, Any]) -> dict[str, NDArray[np.float32]]:
     from gguf import dequantize
-    from safetensors.numpy import save_file
 
     heads = {
         "attn_q": config["num_attention_heads"],
@@ -103,7 +104,7 @@ def _write_weights(file: GGUFReader, config: dict[str, Any], target: Path) -> No
         if part in heads:
             data = _halves(data, heads[part])
         weights[f"model.layers.{layer}.{_OF_LAYER[part]}.weight"] = data
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return weights
 
 
 def _halves(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
