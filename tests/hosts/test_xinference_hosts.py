@@ -122,10 +122,10 @@ class Deployment:
         return sum(sum(status["traffic"]["loaded_tokens"].values()) for status in statuses)
 
     def transports(self) -> set[str]:
-        """Return what the replicas load over."""
+        """Return what the replicas load over from each other."""
         statuses = self.members().values()
         sources = [source for status in statuses for source in status["sources"].values()]
-        return {source["transport"] for source in sources if source.get("transport")}
+        return {source["transport"] for source in sources if source.get("transport")} - {"local"}
 
     def known_blocks(self) -> int:
         """Return how many blocks the replicas know of each other, in all."""
