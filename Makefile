@@ -2,7 +2,7 @@
 # make test        checks everything that every change must pass: style, types, tests
 # make test-slow   the tests that take too long for that: fault tables, crashes, soak, long fuzzing
 # make lmcache-env makes .venv-lmcache, which `bench --arms lmcache` needs
-# make bench       measures store, transfers, directory and warm prefixes, within 20 minutes
+# make bench       measures store, transfers, directory and warm prefixes of 1100 tokens
 # make bench-full  measures everything beside every peer, which takes hours (add -k to go on past a
 #                  measurement that fails); both keep their results in BENCH_DIR, go on where they
 #                  were interrupted, and do not measure again what is there

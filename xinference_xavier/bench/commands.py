@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
@@ -16,7 +16,10 @@ from xinference_xavier.cli.output import STDOUT, json_option
 from xinference_xavier.options import TRANSPORTS
 
 if TYPE_CHECKING:
+    from xinference_xavier.bench.models import Shape
     from xinference_xavier.bench.report import Report
+
+Command = TypeVar("Command", bound=Callable[..., None])
 
 
 class Numbers(click.ParamType):
@@ -86,16 +89,30 @@ arena_option = click.option(
     show_default=True,
     help="Size of each arena; far above the CPU's caches, or memory is not what is measured.",
 )
-core_option = click.option(
-    "--core",
-    type=click.IntRange(0),
-    help="CPU that the model threads of all engines are bound to.  [default: the last one]",
+_ENGINE_OPTIONS = (
+    click.option("--tiny", is_flag=True, help="A tiny model: to try the command, not to measure."),
+    click.option(
+        "--core",
+        type=click.IntRange(0),
+        help="CPU that the model threads of all engines are bound to.  [default: the last one]",
+    ),
+    click.option(
+        "--logs",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Keep the engines' logs and the model in this folder.",
+    ),
 )
-logs_option = click.option(
-    "--logs",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Keep the engines' logs and the model in this folder.",
-)
+
+
+def engine_options(function: Command) -> Command:
+    """Add what all commands that start engines take: ``tiny``, ``core`` and ``logs``.
+
+    They are what :func:`engine_settings` takes.
+    """
+    for option in reversed(_ENGINE_OPTIONS):
+        function = option(function)
+    return function
+
 
 resume_option = click.option(
     "--resume",
@@ -136,9 +153,7 @@ def command() -> None:
     default="auto",
     show_default=True,
 )
-@click.option("--tiny", is_flag=True, help="A tiny model: to try the command, not to measure.")
-@core_option
-@logs_option
+@engine_options
 @resume_option
 @plots_option
 @json_option
@@ -157,18 +172,16 @@ def warm(
     """Time to first token of a prefix: computed, local, or loaded from a replica."""
     from xinference_xavier.bench import warm as bench
     from xinference_xavier.bench import warm_result
-    from xinference_xavier.bench.models import QWEN_KV, TINY
-    from xinference_xavier.bench.sharing import default_core
 
-    with logs_folder(logs) as folder:
+    with engine_settings(tiny, core, logs) as given:
         settings = bench.Settings(
-            folder,
-            default_core() if core is None else core,
+            given.folder,
+            given.core,
             arms,
             tokens,
             pairs,
             transport,
-            shape=TINY if tiny else QWEN_KV,
+            shape=given.shape,
         )
         run_and_show(
             "warm",
@@ -183,9 +196,7 @@ def warm(
 @command.command()
 @click.option("--tokens", type=click.IntRange(16), default=2200, show_default=True)
 @click.option("--pairs", type=click.IntRange(2), default=12, show_default=True)
-@click.option("--tiny", is_flag=True, help="A tiny model: to try the command, not to measure.")
-@core_option
-@logs_option
+@engine_options
 @json_option
 def cold(
     tokens: int,
@@ -197,16 +208,14 @@ def cold(
 ) -> None:
     """Time to first token of prompts that nobody has seen, with Xavier and without."""
     from xinference_xavier.bench import cold as bench
-    from xinference_xavier.bench.models import QWEN_KV, TINY
-    from xinference_xavier.bench.sharing import default_core
 
-    with logs_folder(logs) as folder:
+    with engine_settings(tiny, core, logs) as given:
         settings = bench.Settings(
-            folder,
-            default_core() if core is None else core,
+            given.folder,
+            given.core,
             tokens,
             pairs,
-            shape=TINY if tiny else QWEN_KV,
+            shape=given.shape,
         )
         run_and_show("cold", lambda report: bench.run(settings, report), bench.show, json_file)
 
@@ -222,9 +231,7 @@ def cold(
 @click.option("--questions", type=click.IntRange(1), default=40, show_default=True)
 @click.option("--tokens", type=click.IntRange(16), default=2048, show_default=True)
 @click.option("--rounds", type=click.IntRange(2), default=3, show_default=True)
-@click.option("--tiny", is_flag=True, help="A tiny model: to try the command, not to measure.")
-@core_option
-@logs_option
+@engine_options
 @resume_option
 @plots_option
 @json_option
@@ -243,19 +250,17 @@ def shared(
 ) -> None:
     """Questions about a few documents, each at a replica drawn at random."""
     from xinference_xavier.bench import shared as bench
-    from xinference_xavier.bench.models import QWEN_KV, TINY
-    from xinference_xavier.bench.sharing import default_core
 
-    with logs_folder(logs) as folder:
+    with engine_settings(tiny, core, logs) as given:
         settings = bench.Settings(
-            folder,
-            default_core() if core is None else core,
+            given.folder,
+            given.core,
             arms,
             documents,
             questions,
             tokens,
             rounds,
-            shape=TINY if tiny else QWEN_KV,
+            shape=given.shape,
         )
         run_and_show(
             "shared",
@@ -335,15 +340,28 @@ def transfer(
     run_and_show("transfer", lambda report: bench.run(settings, report), bench.show, json_file)
 
 
+class EngineSettings(NamedTuple):
+    """What a benchmark with engines is run with, from :func:`engine_options`."""
+
+    folder: Path
+    core: int
+    shape: Shape
+
+
 @contextmanager
-def logs_folder(kept: Path | None) -> Iterator[Path]:
-    """Give a folder for logs and model: the one to keep, or one that goes."""
-    if kept is not None:
-        kept.mkdir(parents=True, exist_ok=True)
-        yield kept
+def engine_settings(tiny: bool, core: int | None, logs: Path | None) -> Iterator[EngineSettings]:
+    """Give the settings; a folder for logs and model that is not kept goes at the end."""
+    from xinference_xavier.bench.models import QWEN_KV, TINY
+    from xinference_xavier.bench.sharing import default_core
+
+    where = default_core() if core is None else core
+    shape = TINY if tiny else QWEN_KV
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+        yield EngineSettings(logs, where, shape)
         return
     with tempfile.TemporaryDirectory(prefix="xavier-bench-") as name:
-        yield Path(name)
+        yield EngineSettings(Path(name), where, shape)
 
 
 def run_and_show(

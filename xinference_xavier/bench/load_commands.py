@@ -11,9 +11,8 @@ from xinference_xavier.bench.commands import (
     Names,
     Numbers,
     command,
-    core_option,
-    logs_folder,
-    logs_option,
+    engine_options,
+    engine_settings,
     plots_option,
     resume_option,
     rounds_option,
@@ -46,9 +45,7 @@ from xinference_xavier.cli.output import json_option
 )
 @click.option("--tokens", type=click.IntRange(16), default=512, show_default=True)
 @rounds_option
-@click.option("--tiny", is_flag=True, help="A tiny model: to try the command, not to measure.")
-@core_option
-@logs_option
+@engine_options
 @resume_option
 @plots_option
 @json_option
@@ -67,19 +64,17 @@ def interleaved(
 ) -> None:
     """New prompts that arrive while other answers are written."""
     from xinference_xavier.bench import interleaved as bench
-    from xinference_xavier.bench.models import QWEN_KV, TINY
-    from xinference_xavier.bench.sharing import default_core
 
-    with logs_folder(logs) as folder:
+    with engine_settings(tiny, core, logs) as given:
         settings = bench.Settings(
-            folder,
-            default_core() if core is None else core,
+            given.folder,
+            given.core,
             arms,
             streams,
             prompts,
             tokens,
             rounds,
-            shape=TINY if tiny else QWEN_KV,
+            shape=given.shape,
         )
         run_and_show(
             "interleaved",
@@ -111,9 +106,7 @@ def interleaved(
 @click.option(
     "--rounds", type=click.IntRange(2), default=10, show_default=True, help="Measured rounds."
 )
-@click.option("--tiny", is_flag=True, help="A tiny model: to try the command, not to measure.")
-@core_option
-@logs_option
+@engine_options
 @resume_option
 @plots_option
 @json_option
@@ -131,18 +124,16 @@ def concurrent(
 ) -> None:
     """Many requests at once whose prefixes another replica holds."""
     from xinference_xavier.bench import concurrent as bench
-    from xinference_xavier.bench.models import QWEN_KV, TINY
-    from xinference_xavier.bench.sharing import default_core
 
-    with logs_folder(logs) as folder:
+    with engine_settings(tiny, core, logs) as given:
         settings = bench.Settings(
-            folder,
-            default_core() if core is None else core,
+            given.folder,
+            given.core,
             arms,
             concurrency,
             tokens,
             rounds,
-            shape=TINY if tiny else QWEN_KV,
+            shape=given.shape,
         )
         run_and_show(
             "concurrent",

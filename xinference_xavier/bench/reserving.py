@@ -12,11 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +24,7 @@ from xinference_xavier.bench.blocks import Cache, filled_arena
 from xinference_xavier.bench.bookkeeping import numbered_keys
 from xinference_xavier.bench.engines import running_directory, wait_until
 from xinference_xavier.bench.reader import MEMBER, Reader
-from xinference_xavier.bench.source import HOST, START_S
+from xinference_xavier.bench.source import HOST, START_S, running
 from xinference_xavier.bench.stats import at_most, percentile, ratio_interval
 from xinference_xavier.control.actors import no_lock
 from xinference_xavier.control.messages import DIGEST_BYTES
@@ -63,7 +60,9 @@ def measure(rounds: int) -> dict[str, Any]:
         stack.callback(arena.close)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="xavier-bench-")))
         directory = stack.enter_context(running_directory(folder / "directory.log"))
-        handle = stack.enter_context(_running_source(directory, cache.layout.digest()))
+        handle: WorkerHandle = stack.enter_context(
+            running(_serve, directory, cache.layout.digest())
+        )
         reader = stack.enter_context(contextlib.closing(Reader(handle, cache, arena, "shm")))
         mirror = Mirror()
         index = SnapshotIndex(device_slots=0, host_slots=2, spare_slots=1)
@@ -134,29 +133,8 @@ def _lease(runtime: ControlRuntime, key: bytes) -> tuple[float, Reservation]:
     return seconds, reservation
 
 
-@contextmanager
-def _running_source(directory: str, layout_digest: str) -> Iterator[WorkerHandle]:
-    """Run a replica without an engine that holds a block for each key, until the block ends."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, directory, layout_digest), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(START_S):
-            raise TimeoutError(f"the source process did not start within {START_S:g} s")
-        handle: WorkerHandle = ours.recv()
-        yield handle
-    finally:
-        ours.close()
-        process.join(10.0)
-        if process.is_alive():
-            process.kill()
-            process.join()
-
-
 def _serve(pipe: Pipe, directory: str, layout_digest: str) -> None:
-    """Offer the blocks until the other end closes the pipe."""
+    """Be a replica without an engine that holds a block for each key, until the pipe is closed."""
     arena = filled_arena(SLOTS + 1, "source")
     keys = _keys()
     index = SnapshotIndex(device_slots=0, host_slots=SLOTS + 1, spare_slots=1)

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
-from typing import Final
+from typing import Any, Final
 
 from xinference_xavier.bench.blocks import filled_arena
 from xinference_xavier.store.jobs import Tier
@@ -38,24 +38,34 @@ class Offer:
 
 
 @contextmanager
-def running_source(slots: int, layout_digest: str) -> Iterator[Offer]:
-    """Run a source with that many slots in its host tier; it ends with the block."""
+def running(serve: Callable[..., None], *arguments: Any) -> Iterator[Any]:
+    """Run ``serve(pipe, *arguments)`` in a process of its own; yield what that sends first.
+
+    With the block the other end of the pipe is closed, and the process has to end. Raises
+    TimeoutError when nothing is sent in time, EOFError when the process ends before.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, slots, layout_digest), daemon=True)
+    process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
     process.start()
     theirs.close()
     try:
         if not ours.poll(START_S):
             raise TimeoutError(f"the source process did not start within {START_S:g} s")
-        offer: Offer = ours.recv()
-        yield offer
+        yield ours.recv()
     finally:
         ours.close()
         process.join(10.0)
         if process.is_alive():
             process.kill()
             process.join()
+
+
+@contextmanager
+def running_source(slots: int, layout_digest: str) -> Iterator[Offer]:
+    """Run a source with that many slots in its host tier; it ends with the block."""
+    with running(_serve, slots, layout_digest) as offer:
+        yield offer
 
 
 def _serve(pipe: Pipe, slots: int, layout_digest: str) -> None:
