@@ -48,7 +48,7 @@ UNPLACED = 0
 class SlotTable:
     """Slots of both tiers with their keys, generations, leases counts and orders.
 
-    About 235 bytes per slot in use, the key's own bytes and the dict's share included.
+    About 230 bytes per slot in use, the key's own bytes and the dict's share included.
     """
 
     def __init__(self, device_slots: int, host_slots: int) -> None:
